@@ -6,6 +6,7 @@ Up to opset 22 attention is decomposed, in patterns that runtimes fuse; from 23 
 import json
 from ast import literal_eval
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
@@ -102,6 +103,11 @@ def export(
     return record_export(path, files, format="onnx", **fields)
 
 
+def kept_layers(model: nn.Module, islands: Sequence[str]) -> tuple[str, ...]:
+    """The layers that stay in fp32 in a file in eight bits: `islands`, the classifier and the patch embedding."""
+    return (*expand_layers(model, islands), *classifier_layers(model), family_of(model).stem)
+
+
 def _export_quantized(model: nn.Module, path: Path, options: ExportOptions, form: Form, **arguments: Any) -> Exported:
     """`export` in int8 or fp8, from a file in fp32."""
     if "calibrate" not in arguments:
@@ -109,7 +115,7 @@ def _export_quantized(model: nn.Module, path: Path, options: ExportOptions, form
             f"{options.precision} needs images of the training data to calibrate on",
             hint="export a run folder whose recipe has data, or give images",
         )
-    kept = (*expand_layers(model, options.islands), *classifier_layers(model), family_of(model).stem)
+    kept = kept_layers(model, options.islands)
     with TemporaryDirectory(prefix="vitcompress-") as folder:
         plain = export(model, Path(folder) / path.name, options=options.only({"opset", "uint8"}), **arguments)
         ranges = arguments["calibrate"](plain.path)

@@ -24,7 +24,7 @@ def round_values(x: Tensor, scale: Tensor | float, precision: str, generator: to
     clipped = values.clamp(-largest, largest)
     if generator is None:
         rounded = clipped.round() if precision == "int8" else clipped.to(torch.float8_e4m3fn).to(x.dtype)
-        return rounded * scale
+        return (rounded.detach() + (clipped - clipped.detach())) * scale  # the gradient is that of clipping
     distance: Tensor | float = 1.0
     if precision == "fp8":
         distance = 2.0 ** (clipped.abs().log2().floor().clamp(min=FP8_EXPONENT) - FP8_BITS + 1)
@@ -55,10 +55,13 @@ class EightBitProducts(TorchFunctionMode):
     ) -> Any:
         precision, largest = self.settings.precision, LARGEST[self.settings.precision]
         if func is F.linear and (layer := self.layers.get(id(args[1]))) in self.settings.ranges:
-            x, weight, *bias = args
-            x = round_values(x, self.settings.ranges[str(layer)] / largest or 1.0, precision, self.generator)
-            weight = round_values(weight, weight_scale(weight, self.settings), precision, self.generator)
-            args = (x, weight, *bias)
+            (x, weight, *biases), scale = args, self.settings.ranges[str(layer)] / largest or 1.0
+            steps = weight_scale(weight.detach(), self.settings)
+            if self.settings.form == "int32_bias" and precision == "int8" and self.generator is None:
+                sizes = steps.squeeze(1) * scale  # of the steps of the products
+                biases = [b + ((b / sizes).round() * sizes - b).detach() for b in biases if b is not None]
+            x = round_values(x, scale, precision, self.generator)
+            args = (x, round_values(weight, steps, precision, self.generator), *biases)
         elif self.cores and func in (F.scaled_dot_product_attention, *PRODUCTS):
             # Only products of attentions have no weight. Precision does not depend on the scale.
             count = 2 if func in PRODUCTS else 3

@@ -63,7 +63,8 @@ def torch_evaluator(model: nn.Module) -> Evaluator:
     @torch.no_grad()
     def evaluate(layers: Layers) -> list[Check]:
         outputs, share = convert_precision(model, "fp16", layers)(X), SHARES["fp16"]
-        return comparison_checks(compare(model(X), outputs, share), (share, share, 0.0), "torch", "torch on the CPU")
+        limits = (share, share, 0.0, 0.0)
+        return comparison_checks(compare(model(X), outputs, share), limits, "torch", "torch on the CPU")
 
     return Evaluator("torch", True, evaluate)
 

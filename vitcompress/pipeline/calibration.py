@@ -1,26 +1,37 @@
-"""The ranges of a model in int8 or fp8, measured once on images of the training data and kept in the run folder."""
+"""The ranges of a model in int8 or fp8: measured once on images of the training data, or trained, and kept in the run
+folder.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from vitcompress.errors import InputError
-from vitcompress.exporters.options import ExportOptions
+from vitcompress.exporters.onnx.export import ONNX, kept_layers
+from vitcompress.exporters.options import AUTO, ExportOptions
 from vitcompress.exporters.quantize.calibrate import calibrate
-from vitcompress.exporters.quantize.graph import EightBits
+from vitcompress.exporters.quantize.graph import EightBits, Quantization
+from vitcompress.exporters.quantize.train import QuantizedTraining
 from vitcompress.io.files import read_json, write_json
 from vitcompress.io.manifest import record_changes
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
+from vitcompress.io.tensors import save_tensors
+from vitcompress.models.checkpoint import load_model_files, read_plan, save_standard, write_model
 from vitcompress.models.create import input_config
+from vitcompress.pipeline.dense import load_dense, teacher_for, train_model
+from vitcompress.pipeline.job import Job
+from vitcompress.plan import is_within
 from vitcompress.recipe.load import load_recipe_of_run
 from vitcompress.training.data import open_data
 from vitcompress.training.datasets import Images
 from vitcompress.training.metrics import calibration_images
+from vitcompress.training.trainer import TrainingControls
 from vitcompress.verify.weights import tensor_bytes
 
 FEW_IMAGES = 16
@@ -49,6 +60,9 @@ class Calibration:
         return self.ranges
 
     def _measure(self, source: Path) -> Mapping[str, float]:
+        trained = read_json(self.files.trained_ranges) if self.files.trained_ranges.is_file() else {}
+        if trained.get("model") == _digest(self.model, self.options.precision):
+            return dict(trained["ranges"])
         if self.training is None:
             self._open_run()
         assert self.training is not None
@@ -57,10 +71,7 @@ class Calibration:
             self.progress.note(f"calibration on {count} images: the values of others may exceed these ranges")
         images = calibration_images(self.training, input_config(self.model), count, self.seed)
         precision, method = cast(EightBits, self.options.precision), self.options.calibration_method
-        key = sha256(f"{precision} {method}".encode())
-        for tensor in (images, *self.model.state_dict().values()):
-            key.update(tensor_bytes(tensor))
-        cache = self.files.ranges / f"{key.hexdigest()[:32]}.json"
+        cache = self.files.ranges / f"{_digest(self.model, f'{precision} {method}', images)}.json"
         if cache.is_file():
             return dict(read_json(cache))
         ranges = calibrate(source, images, precision, method)
@@ -77,3 +88,49 @@ class Calibration:
             )
         recipe = load_recipe_of_run(self.files.recipe)
         self.training, self.seed = open_data(recipe.data, recipe.run.seed).train, recipe.run.seed
+
+
+def _digest(model: nn.Module, settings: str, *tensors: Tensor) -> str:
+    key = sha256(settings.encode())
+    for tensor in (*tensors, *model.state_dict().values()):
+        key.update(tensor_bytes(tensor))
+    return key.hexdigest()[:32]
+
+
+def train_quantized(job: Job) -> None:
+    """With [quantize]: train the folded model in the int8 or fp8 of the exports, and save it in its place.
+
+    The ranges that it was trained with are those of its exports.
+    """
+    table, options, files = job.recipe.quantize, job.recipe.export, job.files
+    if not table.epochs or job.options.structure_only:
+        return
+    assert job.data is not None
+    job.progress.stage(f"Train the folded model in {options.precision}")
+    plan = read_plan(files.plan)
+    model = load_model_files(files.plan, files.folded if files.folded.is_file() else files.weights)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    settings = job.runtime.broadcast(_measure_settings(job, model) if job.runtime.is_main else None)
+    module = QuantizedTraining(model, settings, learned=table.ranges == "learned")
+    controls = TrainingControls(teacher_for(job, load_dense(job)))
+    train_model(job, module, job.quantized_training, files.quantized_state, "quantized", files.quantized, controls)
+    if job.runtime.is_main:
+        save_tensors(files.folded, before, {"plan": plan.digest})
+        if plan.standard:
+            save_standard(files.path, model, plan)
+        write_model(files.path, model, plan)
+        ranges = {name: float(value) for name, value in module.ranges().items()}
+        write_json(files.trained_ranges, {"model": _digest(model, options.precision), "ranges": ranges})
+
+
+def _measure_settings(job: Job, model: nn.Module) -> Quantization:
+    """What the exports of `model` compute in eight bits; layers that a search would exclude are included."""
+    options, seed = job.recipe.export, job.recipe.run.seed
+    assert job.data is not None
+    measure = Calibration(model, options, job.files, job.data.train, seed, job.progress)
+    with TemporaryDirectory(prefix="vitcompress-") as folder:
+        ranges = measure(ONNX.export(model, Path(folder) / "model.onnx", input=job.input).path)
+    kept = kept_layers(model, [name for name in options.islands if name != AUTO])
+    ranges = {key: value for key, value in ranges.items() if not is_within(key, kept)}
+    bits = options.weight_bits or (7 if {"onnx", "openvino"} & set(options.formats) else 8)
+    return Quantization(cast(EightBits, options.precision), ranges, weight_bits=bits)

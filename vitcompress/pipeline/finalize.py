@@ -28,6 +28,8 @@ from vitcompress.verify.folder import image_count
 
 def fold_model(job: Job) -> None:
     """Fold linear layers, and save the deployed model as model.safetensors with plan.json."""
+    if not job.runtime.is_main:
+        return
     job.progress.stage("Fold")
     files = job.files
     model, plan = load_model_files(files.unfolded_plan, files.unfolded), read_plan(files.unfolded_plan)

@@ -26,6 +26,7 @@ from vitcompress.recipe.schema import Recipe
 from vitcompress.training.data import Splits, class_count
 from vitcompress.training.datasets import describe_skipped
 from vitcompress.training.distributed import Runtime
+from vitcompress.training.losses import FEATURES
 from vitcompress.training.options import BUILT_IN, DataOptions, TrainOptions
 
 
@@ -160,7 +161,16 @@ class Job:
         """The trainings of the compressed model after the dense one: those of the steps, and the fine-tuning."""
         finetune = self.recipe.finetune
         between = [step.info.training(finetune) for step in self.steps if step.info.training]
-        return [] if self.options.structure_only else [*between, finetune]
+        last = [self.quantized_training] if self.recipe.quantize.epochs else []
+        return [] if self.options.structure_only else [*between, finetune, *last]
+
+    @property
+    def quantized_training(self) -> TrainOptions:
+        """Of the folded model in int8 or fp8: as [finetune], with the options of [quantize]."""
+        finetune, table = self.recipe.finetune, self.recipe.quantize
+        own = {"epochs": table.epochs, "lr": table.lr or finetune.peak_lr / 10, "lr_base": None, "warmup_epochs": 0}
+        kind = "soft" if finetune.distillation in FEATURES else finetune.distillation  # features of wrappers differ
+        return replace(finetune, **own, distillation=kind, select="last", ema=None)
 
     @property
     def extra_epochs(self) -> int:

@@ -13,6 +13,7 @@ from vitcompress.io.manifest import record_changes, write_manifest
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.pipeline import dense, finalize, prune, report
+from vitcompress.pipeline.calibration import train_quantized
 from vitcompress.pipeline.export import export_models
 from vitcompress.pipeline.folder import check_folder, dense_folder, open_folder
 from vitcompress.pipeline.job import Job, RunOptions, apply_options
@@ -42,10 +43,11 @@ SHARED_STAGES = (
     Stage("check the dense model", dense.check_dense, None),
     Stage("prune", prune.run_steps, lambda job: job.steps[-1].files.plan),
     Stage("fine-tune", prune.recover, lambda job: job.files.unfolded_plan),
+    Stage("fold", finalize.fold_model, lambda job: job.files.plan),
+    Stage("train in eight bits", train_quantized, lambda job: job.files.trained_ranges),
     Stage("control", prune.train_control, lambda job: RunFolder(job.files.control).plan),
 )
 LATER_STAGES = (
-    Stage("fold", finalize.fold_model, lambda job: job.files.plan),
     Stage("export", export_models, None),
     Stage("verify", finalize.verify_run, None),
     Stage("evaluate", finalize.evaluate_models, lambda job: job.files.accuracy),

@@ -11,10 +11,11 @@ from typing import Any
 
 from vitcompress import recipes
 from vitcompress.errors import InputError, RecipeError
+from vitcompress.exporters.options import EIGHT_BITS
 from vitcompress.io.text import format_range
 from vitcompress.io.validation import keys_hint, validate, validate_options
 from vitcompress.methods.options import OPTIONS, find_options
-from vitcompress.recipe.schema import Recipe, Step, Tables, plain_data
+from vitcompress.recipe.schema import QuantizeTable, Recipe, Step, Tables, plain_data
 
 REMOVED = object()  # the value of `key=` in an assignment: the default applies
 KINDS = {"recipe": (recipes.names, recipes.text), "study": (recipes.study_names, recipes.study_text)}
@@ -137,6 +138,8 @@ def _contradictions(recipe: Recipe) -> list[str]:
         problems.append('finetune.teacher   distillation needs a teacher: "dense", a timm name, or a run folder')
     if dense is not None and dense.distillation != "none":
         problems.append(f'dense.distillation   got {dense.distillation!r}, the dense model has no teacher: use "none"')
+    if recipe.quantize != QuantizeTable() and not (recipe.quantize.epochs and recipe.export.precision in EIGHT_BITS):
+        problems.append('quantize   has no effect: set quantize.epochs, and export.precision to "int8" or "fp8"')
     for name, options in (("dense", dense), ("finetune", finetune)):
         if options is not None and options.alpha > 1 and options.label_weight is None:
             problems.append(

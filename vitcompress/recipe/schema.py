@@ -6,7 +6,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from annotated_types import Ge, Le
+from annotated_types import Ge, Gt, Le
 from pydantic import BeforeValidator, JsonValue, create_model
 from pydantic_core import to_jsonable_python
 
@@ -38,6 +38,15 @@ class Finetune(TrainOptions):
 
     teacher: Annotated[str | None, Doc("`dense` (the model before pruning), a run folder, or a timm name")] = None
     teacher_weights: Annotated[str | None, Doc("a checkpoint for a timm name; None: timm's pretrained weights")] = None
+
+
+@dataclass(frozen=True)
+class QuantizeTable:
+    """The training of the folded model that computes in the int8 or fp8 of the exports."""
+
+    epochs: Annotated[int, Ge(0), Doc("passes over the training images; 0: none")] = 0
+    lr: Annotated[float | None, Gt(0), Doc("peak learning rate; None: a tenth of that of [finetune]")] = None
+    ranges: Annotated[Literal["fixed", "learned"], Doc("of inputs of layers: calibrated, or trained")] = "learned"
 
 
 def _as_tuple(value: Any) -> Any:
@@ -131,6 +140,7 @@ class Recipe:
     dense: TrainOptions | None = None
     steps: tuple[Step, ...]
     finetune: Finetune = Finetune()
+    quantize: QuantizeTable = QuantizeTable()
     export: ExportTable = ExportTable()
     bench: BenchTable = BenchTable()
     run: RunTable = RunTable()

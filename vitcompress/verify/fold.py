@@ -93,6 +93,7 @@ def model_logits(model: nn.Module, images: Tensor) -> Tensor:
 def fold_folder_checks(files: RunFolder, model: nn.Module, plan: Plan, images: Tensor) -> Iterator[Check]:
     """Check all folds of a run: those of the deployed `model`, and those between pruning steps."""
     if files.unfolded.is_file():
+        model = load_model_files(files.plan, files.folded) if files.folded.is_file() else model  # before more training
         unfolded, before = load_model_files(files.unfolded_plan, files.unfolded), read_plan(files.unfolded_plan)
         yield from fold_checks(unfolded, model, [name for name in plan.folded if name not in before.folded], images)
     else:

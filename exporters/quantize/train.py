@@ -1,0 +1,42 @@
+"""Quantisation-aware training: a model that rounds while it trains, as its exported file will."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitcompress.exporters.quantize.emulate import EightBitProducts
+from vitcompress.exporters.quantize.graph import Quantization
+
+
+class QuantizedTraining(nn.Module):
+    """`model`, whose linear layers multiply in eight bits as `settings` states.
+
+    Gradients pass the rounding unchanged (straight-through, Bengio et al., 2013, https://arxiv.org/abs/1308.3432).
+    learned: the ranges are trained, too (LSQ, Esser et al., 2020, https://arxiv.org/abs/1902.08153, eq. 3), in
+    logarithms, so that they stay positive.
+    """
+
+    def __init__(self, model: nn.Module, settings: Quantization, *, learned: bool) -> None:
+        super().__init__()
+        self.model, self.settings = model, settings
+        ranges = torch.tensor(list(settings.ranges.values()))
+        self.log_ranges = nn.Parameter(ranges.clamp(min=torch.finfo().tiny).log(), requires_grad=learned)
+
+    def ranges(self) -> dict[str, Tensor]:
+        """Layer -> largest magnitude of its input."""
+        return dict(zip(self.settings.ranges, self.log_ranges.exp(), strict=True))
+
+    def forward(self, x: Tensor) -> Any:
+        """x: images, (batch, C, H, W) -> logits of `model`. Never in half precision, which files do not compute in."""
+        with (
+            torch.autocast(x.device.type, enabled=False),
+            EightBitProducts(self.model, replace(self.settings, ranges=self.ranges())),
+        ):
+            return self.model(x)
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters that timm's optimizers exclude from weight decay."""
+        own: Any = getattr(self.model, "no_weight_decay", set)
+        return {"log_ranges", *(f"model.{name}" for name in own())}

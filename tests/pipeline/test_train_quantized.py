@@ -1,0 +1,91 @@
+"""The folded model is trained in int8, and its file computes what it was trained to compute."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from click.testing import CliRunner
+from command_line import begin, expect_error
+from whole_runs import SMALL
+
+from vitcompress import cli
+from vitcompress.io.files import read_json
+from vitcompress.io.run_folder import RunFolder
+from vitcompress.io.tensors import load_tensors
+from vitcompress.models.checkpoint import load_model
+from vitcompress.verify.outputs import Original, output_checks
+
+TABLES = """
+[quantize]
+epochs = 1
+
+[export]
+precision = "int8"
+calibration = 32
+"""
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(cli.main, list(arguments))
+    return result.exit_code, result.output
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    folder = tmp_path_factory.mktemp("quantized")
+    (folder / "recipe.toml").write_text(SMALL + TABLES)
+    code, output = run("recipe", str(folder / "recipe.toml"), "--out", str(folder / "run"))
+    assert code == 0, output
+    return RunFolder(folder / "run")
+
+
+def test_the_file_has_the_trained_weights_and_ranges(finished: RunFolder) -> None:
+    before, after = load_tensors(finished.folded), load_tensors(finished.weights)
+    assert any(not torch.equal(before[name], after[name]) for name in after) and before.keys() == after.keys()
+    trained = read_json(finished.trained_ranges)["ranges"]
+    path = finished.exported("model", ".onnx")
+    labels = {entry.key: entry.value for entry in onnx.load(str(path)).metadata_props}
+    written = json.loads(labels["quantization"])["ranges"]
+    assert written == {name: pytest.approx(value) for name, value in trained.items()}
+    calibrated = [read_json(file) for file in finished.ranges.glob("*.json")]
+    assert written not in calibrated and any(written.keys() <= ranges.keys() for ranges in calibrated)
+
+
+def test_all_checks_pass_and_name_the_folded_model(finished: RunFolder) -> None:
+    checks = {check["name"]: check["verdict"] for check in read_json(finished.verification)["checks"]}
+    assert checks["agreement.model.onnx.emulation"] == checks["fold"] == "passed"
+    assert run("verify", str(finished.path), "-q")[0] == 0
+
+
+def test_a_finished_run_continues_with_the_trained_ranges(finished: RunFolder) -> None:
+    before = finished.weights.read_bytes()
+    finished.exported("model", ".onnx").unlink()
+    code, output = run("export", str(finished.path), "--precision", "int8", "--calibration", "32")
+    assert code == 0 and finished.weights.read_bytes() == before, output
+    files = list(finished.path.glob("model*.onnx"))
+    labels = {entry.key: entry.value for entry in onnx.load(str(files[0])).metadata_props}
+    trained = read_json(finished.trained_ranges)["ranges"]
+    assert json.loads(labels["quantization"])["ranges"] == {k: pytest.approx(v) for k, v in trained.items()}
+
+
+def test_a_file_with_other_ranges_fails(finished: RunFolder, tmp_path: Path) -> None:
+    path = next(finished.path.glob("model*.onnx"))
+    model, copy = onnx.load(str(path)), tmp_path / path.name
+    scale = next(t for t in model.graph.initializer if t.name.endswith("_scale") and "weight" not in t.name)
+    scale.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(scale) * np.float32(3), scale.name))
+    onnx.save(model, str(copy))
+    original = Original(load_model(finished.path), load_tensors(finished.recorded_outputs)["images"][:32])
+    verdicts = [{c.name: c.verdict for c in output_checks(file, original)} for file in (path, copy)]
+    assert [verdict[f"agreement.{path.name}.emulation"] for verdict in verdicts] == ["passed", "failed"]
+
+
+@pytest.mark.parametrize(
+    "table", ["[quantize]\nepochs = 1\n", '[export]\nprecision = "int8"\n[quantize]\nranges = "fixed"\n']
+)
+def test_settings_without_effect(table: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin(tmp_path / "home", monkeypatch)
+    Path("changed.toml").write_text(SMALL + table)
+    assert "quantize" in expect_error("recipe", "changed.toml", "--dry-run")
