@@ -12,7 +12,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import numpy as np
 import onnx
@@ -31,7 +31,7 @@ from vitcompress.exporters.onnx.runner import OnnxRunner
 from vitcompress.exporters.onnx.tokens import drop_unread_tokens
 from vitcompress.exporters.options import EIGHT_BITS, ONLY_EIGHT_BITS, ExportOptions
 from vitcompress.exporters.precision import HALF, classifier_layers, expand_layers
-from vitcompress.exporters.quantize.graph import CORE, WEIGHT, Form, Quantization, quantize
+from vitcompress.exporters.quantize.graph import CORE, WEIGHT, EightBits, Form, Quantization, quantize
 from vitcompress.exporters.uint8 import build_deployed, can_fold_normalization, tensors_of
 from vitcompress.families import family_of
 from vitcompress.io.progress import Progress
@@ -121,7 +121,7 @@ def _export_quantized(model: nn.Module, path: Path, options: ExportOptions, form
         ranges = arguments["calibrate"](plain.path)
         ranges = {key: value for key, value in ranges.items() if not is_within(key, kept)}
         bits = options.weight_bits or (7 if form == "int32_bias" else 8)
-        settings = Quantization(options.precision, ranges, form, bits)
+        settings = Quantization(cast(EightBits, options.precision), ranges, form, bits)
         changes = {"precision": options.precision, "islands": list(kept), "quantization": asdict(settings)}
         metadata = {**plain.metadata, **{key: json.dumps(value) for key, value in changes.items()}}
 

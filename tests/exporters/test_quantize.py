@@ -25,6 +25,7 @@ from vitcompress.exporters.quantize.graph import LARGEST, Quantization, find_pro
 from vitcompress.exporters.uint8 import from_bytes, to_bytes
 from vitcompress.io.checks import Check
 from vitcompress.models.create import input_config
+from vitcompress.verify import outputs
 from vitcompress.verify.outputs import SHARES, Original, output_checks
 from vitcompress.verify.tolerance import quantization_limit
 from vitcompress.verify.weights import compare_tensors, exported_module
@@ -135,7 +136,7 @@ def test_a_weight_off_by_more_than_half_a_step_is_no_weight_of_the_model(tmp_pat
 def test_damaged_outputs_and_saturation_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = write(tmp_path)
     assert {check.verdict for check in checks_of(done.path).values()} == {"passed"}
-    monkeypatch.setattr("vitcompress.verify.outputs.rounded_logits", lambda path, x: rounded_logits(path, x) + 1.0)
+    monkeypatch.setattr(outputs, "rounded_logits", lambda path, x: rounded_logits(path, x) + 1.0)
     assert checks_of(done.path)["saturation"].verdict == "failed"
     wrong = onnx.load(str(done.path))
     scale = next(t for t in wrong.graph.initializer if t.name == "blocks.1.mlp.fc2.weight_scale")

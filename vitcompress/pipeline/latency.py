@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -18,6 +20,8 @@ from vitcompress.bench import machine, suite, timing
 from vitcompress.errors import DeviceError
 from vitcompress.exporters import available_exporter
 from vitcompress.exporters.precision import HALF, present_layers
+from vitcompress.exporters.quantize.calibrate import calibrate
+from vitcompress.exporters.quantize.graph import EightBits
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, TorchRunner, open_runner
 from vitcompress.io.progress import Progress
 from vitcompress.methods import budget
@@ -28,6 +32,7 @@ from vitcompress.pipeline.job import Job
 from vitcompress.recipe.schema import ExportTable
 from vitcompress.training import distributed
 from vitcompress.training.distributed import Runtime
+from vitcompress.verify.folder import noise_images
 
 QUICK = suite.BenchOptions("paper", warmup=10, runs=40)  # one of up to REPEATS measurements of a candidate
 REPEATS = 5
@@ -170,6 +175,8 @@ class LatencyClock:
                 path, used = Path(folder) / f"candidate{exporter.file_suffix}", self.export.only(exporter.uses)
                 # The search for islands runs after training; only islands that are named and still there count.
                 used = replace(used, islands=present_layers(copy, used.islands))
-                exporter.export(copy, path, input=self.input, options=used)
+                # Ranges do not affect the time either.
+                ranges = partial(calibrate, images=noise_images(copy)[:2], precision=cast(EightBits, precision))
+                exporter.export(copy, path, input=self.input, options=used, calibrate=ranges)
                 runner = open_runner(path, options)
             yield stack.enter_context(closing(runner))
