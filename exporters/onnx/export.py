@@ -287,7 +287,9 @@ def _name_products(graph: Any, tensors: dict[str, Tensor]) -> None:
         if weight.const_value is None:
             node.name = f"{path}{CORE}{counts[path]}"
             counts[path] += 1
-        elif not weight.name.endswith(WEIGHT):
+        elif weight.name.endswith(WEIGHT):
+            weight.name = weight.name.removeprefix("model.")  # of a wrapper that takes bytes or half precision
+        else:
             values = weight.const_value.numpy()
             for name, tensor in tensors.items():
                 shape, inside = tensor.shape[::-1] == values.shape, is_within(name, [path])
