@@ -130,7 +130,7 @@ def _export_quantized(model: nn.Module, path: Path, options: ExportOptions, form
             _check(target)
 
         files = write_with_data(path, write)
-    fields = {"opset": plain.opset, "opset_reason": plain.opset_reason, "metadata": metadata}
+    fields: dict[str, Any] = {"opset": plain.opset, "opset_reason": plain.opset_reason, "metadata": metadata}
     return record_export(path, files, format="onnx", precision=options.precision, **fields)
 
 

@@ -130,7 +130,7 @@ def search(
     counts = [*(2**power for power in range(len(ranked).bit_length())), len(ranked)]
     cheap = [kinds for size in range(len(CHEAP) + 1) for kinds in combinations(CHEAP, size)]
     by_cost = [*sorted(cheap, key=lambda kinds: len(expand_layers(model, kinds))), (*CHEAP, *COSTLY)]
-    sets = [ranked[:count] for count in counts] if ranked else by_cost
+    sets: Sequence[Sequence[str]] = [ranked[:count] for count in counts] if ranked else by_cost
     passed = next(filter(trials.passes, [fixed, *((*always, *layers) for layers in sets)]), None)
     if passed is not None:
         pinned = set(expand_layers(model, fixed if passed == fixed else always))

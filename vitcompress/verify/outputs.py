@@ -299,8 +299,10 @@ def _arithmetic_checks(
 def _quantization(path: Path) -> Quantization | None:
     """The record `quantization` in the metadata of a file and its sidecar; None for other files."""
     labels = _metadata(path) or decode_json_values((read_sidecar(path) or {}).get("metadata", {}))
-    record = labels.get("quantization")
-    return options_of(Quantization, record, path.name) if isinstance(record, dict) else None
+    record, settings = labels.get("quantization"), None
+    if isinstance(record, dict):
+        settings = options_of(Quantization, record, path.name)
+    return settings
 
 
 def _call_checks(
