@@ -30,10 +30,9 @@ class QuantizedTraining(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         """x: images, (batch, C, H, W) -> logits of `model`. Never in half precision, which files do not compute in."""
-        with (
-            torch.autocast(x.device.type, enabled=False),
-            EightBitProducts(self.model, replace(self.settings, ranges=self.ranges())),
-        ):
+        ranges: Any = self.ranges()  # tensors, so that they are trained
+        settings = replace(self.settings, ranges=ranges)
+        with torch.autocast(x.device.type, enabled=False), EightBitProducts(self.model, settings):
             return self.model(x)
 
     def no_weight_decay(self) -> set[str]:

@@ -290,7 +290,7 @@ def _arithmetic_checks(
     yield limit_check(f"{name}.saturation", served / own, MOST_SATURATION, detail)
     if settings:
         with EightBitProducts(original.model, settings):
-            emulated = torch.cat([original.model(part).double() for part in images.split(EMULATED_BATCH)])
+            emulated = torch.cat([original.model(part).double() for part in torch.split(images, EMULATED_BATCH)])
         difference = largest_difference(emulated, exact)
         detail = "the model with rounded products from the file, exactly computed, over the file from the exact model"
         yield limit_check(f"{name}.emulation", difference / own, MOST_SATURATION, detail)
