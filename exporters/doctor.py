@@ -18,7 +18,6 @@ from vitcompress.errors import VitcompressError, first_line
 from vitcompress.exporters.onnx.libraries import error_text, find_conflict
 from vitcompress.exporters.onnx.providers import PROVIDERS
 from vitcompress.exporters.onnx.runner import OnnxRunner
-from vitcompress.exporters.options import Precision
 from vitcompress.exporters.runner import RunnerOptions
 from vitcompress.exporters.runtimes import EXPORTERS
 from vitcompress.io import hardware
@@ -39,13 +38,6 @@ OPTIONAL = {
     "sklearn": ("pip install 'vitcompress[demo]'", "the built-in digits"),
     "matplotlib": ("pip install 'vitcompress[plots]'", "plots of reports and diagnostics"),
     "tensorboard": ("pip install tensorboard", "training curves"),
-}
-# Precision -> instruction sets of which any makes it fast, and the reason and the remedy without them.
-PRECISIONS: dict[Precision, tuple[tuple[str, ...], str]] = {
-    "fp32": ((), ""),
-    "bf16": (("BF16",), "no BF16, which OpenVINO needs; use int8 or fp32"),
-    "int8": (("VNNI", "dotprod"), "no VNNI (dotprod on Arm), so only ONNX Runtime gains from it; use --format onnx"),
-    "int8+bf16": (("BF16",), "no BF16, which OpenVINO needs; use int8"),
 }
 Record = dict[str, str | None]
 SMALLEST_MODEL = """
@@ -68,7 +60,7 @@ def examine() -> dict[str, Any]:
             "instruction_sets": hardware.instruction_sets(),
             "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         },
-        "precisions": {name: slow_reason(name) for name in PRECISIONS},
+        "precisions": {name: hardware.slow_reason(name) for name in hardware.PRECISIONS},
         "warnings": [conflict] if (conflict := find_conflict()) else [],
         "versions": package_versions(LIBRARIES),
         "devices": _devices(),
@@ -80,13 +72,6 @@ def examine() -> dict[str, Any]:
             for name, (install, purpose) in OPTIONAL.items()
         ],
     }
-
-
-def slow_reason(precision: Precision) -> str | None:
-    """Why a precision is not fast on this processor, and the remedy; None if it is fast."""
-    sets, problem = PRECISIONS[precision]
-    present = hardware.instruction_sets() or {}
-    return None if not problem or any(map(present.get, sets)) else problem
 
 
 def _devices() -> dict[str, str | None]:

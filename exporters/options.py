@@ -9,7 +9,7 @@ from annotated_types import Ge, Le
 
 from vitcompress.io.validation import Doc
 
-Precision = Literal["fp32", "tf32", "fp16", "bf16", "int8", "fp8"]
+Precision = Literal["fp32", "tf32", "fp16", "bf16", "int8", "int8+bf16", "fp8"]
 Calibration = Literal["minmax", "percentile", "entropy", "mse"]
 Positive = Annotated[int, Ge(1)]
 AUTO = "auto"
@@ -42,9 +42,7 @@ class ExportOptions:
     ] = ()
     weight_bits: Annotated[
         Literal[7, 8] | None,
-        Doc(
-            "of weights in int8; None: 8 for a GPU, otherwise 7, as processors without VNNI add 8-bit products wrongly"
-        ),
+        Doc("of weights in int8; None: 8 for a GPU, and in OpenVINO with VNNI; otherwise 7, as sums may saturate"),
     ] = None
     calibration: Annotated[Positive, Doc("training images on which the ranges of int8 and fp8 are measured")] = 256
     calibration_method: Annotated[

@@ -7,12 +7,14 @@ that of the arithmetic: fp32, or bf16 and fp16 if the processor has them.
 import errno
 import os
 import shutil
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Unpack
 
+import numpy as np
 from torch import nn
 
 from vitcompress.errors import ArtifactError, InputError, first_line
@@ -20,7 +22,8 @@ from vitcompress.exporters.base import Contents, Exported, Exporter, ModelInfo, 
 from vitcompress.exporters.onnx import export as onnx_export
 from vitcompress.exporters.openvino import runner
 from vitcompress.exporters.openvino.runner import HINTS, INFO, OpenVinoRunner, core, read_ir, read_metadata, unavailable
-from vitcompress.exporters.options import ExportOptions
+from vitcompress.exporters.options import ONLY_EIGHT_BITS, ExportOptions
+from vitcompress.io import hardware
 from vitcompress.io.progress import Progress
 
 REASON = "decomposed attention, which OpenVINO fuses when it loads the file, at any widths of q/k and v"
@@ -51,12 +54,12 @@ def export(
     if path.suffix != ".xml":
         raise InputError(f"an OpenVINO model is an .xml file, got {path.name}", hint="use a name such as model.xml")
     with TemporaryDirectory(prefix="vitcompress-") as folder:
-        onnx, stored = Path(folder) / f"{path.stem}.onnx", ExportOptions(opset=options.opset, uint8=options.uint8)
-        source = onnx_export.export(model, onnx, options=stored, reason=REASON, **about)
+        stored = _stored_options(options)
+        source = onnx_export.export(model, Path(folder) / f"{path.stem}.onnx", options=stored, reason=REASON, **about)
         labels = {**source.metadata, "precision": f'"{options.precision}"'}
         files = write_with_data(path, partial(_convert, source.path, labels))
-    build = {"runtime": "openvino", "runtime_version": metadata.version("openvino"), "weights": "fp32"}
-    build["settings"] = {runner.HINT: HINTS[options.precision]}
+    about_build = {"runtime": "openvino", "runtime_version": metadata.version("openvino"), "weights": stored.precision}
+    build = {**about_build, "settings": {runner.HINT: HINTS[options.precision]}}
     fields = {"format": "openvino", "precision": options.precision, "metadata": labels, "build": build}
     return record_export(path, files, source, **fields)
 
@@ -65,7 +68,14 @@ def check_options(options: ExportOptions) -> None:
     """Raise InputError for a precision that OpenVINO has no hint for, or an unsupported opset."""
     if options.precision not in HINTS:
         raise InputError(f"OpenVINO has no precision {options.precision!r}", hint=f"use one of {', '.join(HINTS)}")
-    onnx_export.check_options(ExportOptions(opset=options.opset))
+    onnx_export.check_options(_stored_options(options))
+
+
+def _stored_options(options: ExportOptions) -> ExportOptions:
+    """Those of the ONNX file to convert. Eight bits of weights need a processor that adds their products exactly."""
+    int8, bits = options.precision.startswith("int8"), options.weight_bits
+    bits = bits or (7 if hardware.slow_reason("int8") else 8) if int8 else bits
+    return replace(options, precision="int8" if int8 else "fp32", weight_bits=bits)
 
 
 def _convert(source: Path, labels: dict[str, str], target: Path) -> None:
@@ -85,6 +95,11 @@ def read_contents(path: Path) -> Contents:
     """The constants of an IR, as OpenVINO reads them. Raises like `read_ir`, and ArtifactError for nested graphs."""
     model = read_ir(path)
     places, stored = set[int](), []
+    # Names that the quantiser gives: of a tensor, and of its scale and its zero point, which is 0.
+    arrays = {n.get_friendly_name(): n.data for n in model.get_ops() if n.get_type_name() == "Constant"}
+    integers = [name for name in arrays if name.endswith("_quantized")]
+    stems = {name: name if f"{name}_scale" in arrays else name.removesuffix("_quantized") for name in integers}
+    parameters = {f"{stem}_{kind}" for stem in stems.values() for kind in ("scale", "zero_point")}
     for node in model.get_ops():
         if node.get_type_name() in NESTED:
             raise ArtifactError(
@@ -92,13 +107,20 @@ def read_contents(path: Path) -> Contents:
                 hint="export it with vitcompress",
             )
         if node.get_type_name() == "Constant":
-            values, index = node.data, node.get_element_type().get_type_name() in INDEX
-            place, size, name = values.ctypes.data, values.nbytes, node.get_friendly_name()
-            own = 0 if place in places else size
-            stored.append(Stored(name, tuple(values.shape), size, own, values.tobytes, index))
+            values, name = node.data, node.get_friendly_name()
+            index = node.get_element_type().get_type_name() in INDEX or name in parameters
+            place, size, scale = values.ctypes.data, values.nbytes, arrays.get(f"{stems.get(name)}_scale")
+            own, shape = 0 if place in places else size, tuple(values.shape)
+            represented = None if scale is None else partial(_dequantize, values, scale)
+            stored.append(Stored(name, shape, size, own, values.tobytes, index, represented))
             places.add(place)
     size = path.stat().st_size + path.with_suffix(".bin").stat().st_size
     return Contents(tuple(stored), size, {**read_metadata(model), "precision": '"fp32"'})
+
+
+def _dequantize(values: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    scale = scale if scale.shape in ((), values.shape[-1:]) else scale[:, None]  # of the classifier, in rows
+    return values.astype(np.float64) * scale, scale / 2
 
 
 OPENVINO = Exporter(
@@ -106,7 +128,7 @@ OPENVINO = Exporter(
     ".xml",
     export,
     OpenVinoRunner,
-    uses=frozenset({"precision", "opset", "uint8"}),
+    uses=frozenset({"precision", "opset", "uint8", *ONLY_EIGHT_BITS}),
     check_options=check_options,
     unavailable=unavailable,
     cannot_run=unavailable,

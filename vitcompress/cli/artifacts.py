@@ -84,7 +84,7 @@ def export(
         note_without_manifest([folder], progress)
         key = options.pop("sign")
         settings = ExportOptions(**{key: value for key, value in options.items() if value not in (None, ())})
-        candidates = []
+        candidates: list[Any] = []
         if settings.precision == FASTEST:
             formats = (name,) if name else FORMATS
             best, candidates = choose_fastest(folder, formats, settings, dense=dense, progress=progress)

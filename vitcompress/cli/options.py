@@ -125,7 +125,7 @@ def flag(names: str, help: str, **about: Any) -> Decorator:
 METHODS = ["minmax", "percentile", "entropy", "mse"]
 # Each option is a field of ExportOptions.
 export_options = add_options(
-    option("--precision", "fp32 (default), tf32, fp16, bf16, int8 or fp8, if the format has it.", **alias("PRECISION")),
+    option("--precision", "fp32 (default), tf32, fp16, bf16, int8, int8+bf16, fp8; or fastest.", **alias("PRECISION")),
     option("--opset", "ONNX operator set (default: chosen and recorded with the reason).", int),
     option("--batch", "Batch sizes of an engine (trt).", metavar="MIN:OPT:MAX", callback=parse_batch_range),
     option("--sm", "Compute capabilities, as in 80,89 (trt).", metavar="LIST", callback=parse_capabilities),

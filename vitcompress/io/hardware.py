@@ -22,6 +22,14 @@ X86: dict[str, tuple[str, ...]] = {
 }
 ARM: dict[str, tuple[str, ...]] = {"dotprod": ("asimddp",), "i8mm": ("i8mm",), "bf16": ("bf16",)}
 
+# Precision -> instruction sets of which any makes it fast, and the reason and the remedy without them.
+PRECISIONS: dict[str, tuple[tuple[str, ...], str]] = {
+    "fp32": ((), ""),
+    "bf16": (("BF16",), "no BF16, which OpenVINO needs; use int8 or fp32"),
+    "int8": (("VNNI", "dotprod"), "no VNNI (dotprod on Arm), so only ONNX Runtime gains from it; use --format onnx"),
+    "int8+bf16": (("BF16",), "no BF16, which OpenVINO needs; use int8"),
+}
+
 
 def cpu_name() -> str:
     return next(iter(_cpuinfo("model name")), "") or platform.processor() or platform.machine()
@@ -37,6 +45,13 @@ def instruction_sets() -> dict[str, bool] | None:
     """Whether the processor has each of `X86` or `ARM`; None if unknown, without /proc/cpuinfo."""
     known = ARM if _cpuinfo("Features") else X86 if _cpuinfo("flags") else None
     return {name: any(flag in cpu_flags() for flag in flags) for name, flags in known.items()} if known else None
+
+
+def slow_reason(precision: str) -> str | None:
+    """Why one of `PRECISIONS` is not fast on this processor, and the remedy; None if it is fast."""
+    sets, problem = PRECISIONS[precision]
+    present = instruction_sets() or {}
+    return None if not problem or any(map(present.get, sets)) else problem
 
 
 def _cpuinfo(key: str) -> list[str]:

@@ -60,8 +60,9 @@ class Calibration:
         return self.ranges
 
     def _measure(self, source: Path) -> Mapping[str, float]:
+        precision = cast(EightBits, self.options.precision.removesuffix("+bf16"))
         trained = read_json(self.files.trained_ranges) if self.files.trained_ranges.is_file() else {}
-        if trained.get("model") == _digest(self.model, self.options.precision):
+        if trained.get("model") == _digest(self.model, precision):
             return dict(trained["ranges"])
         if self.training is None:
             self._open_run()
@@ -70,7 +71,7 @@ class Calibration:
         if count < FEW_IMAGES:
             self.progress.note(f"calibration on {count} images: the values of others may exceed these ranges")
         images = calibration_images(self.training, input_config(self.model), count, self.seed)
-        precision, method = cast(EightBits, self.options.precision), self.options.calibration_method
+        method = self.options.calibration_method
         cache = self.files.ranges / f"{_digest(self.model, f'{precision} {method}', images)}.json"
         if cache.is_file():
             return dict(read_json(cache))
@@ -120,7 +121,7 @@ def train_quantized(job: Job) -> None:
             save_standard(files.path, model, plan)
         write_model(files.path, model, plan)
         ranges = {name: float(value) for name, value in module.ranges().items()}
-        write_json(files.trained_ranges, {"model": _digest(model, options.precision), "ranges": ranges})
+        write_json(files.trained_ranges, {"model": _digest(model, settings.precision), "ranges": ranges})
 
 
 def _measure_settings(job: Job, model: nn.Module) -> Quantization:
@@ -133,4 +134,4 @@ def _measure_settings(job: Job, model: nn.Module) -> Quantization:
     kept = kept_layers(model, [name for name in options.islands if name != AUTO])
     ranges = {key: value for key, value in ranges.items() if not is_within(key, kept)}
     bits = options.weight_bits or (7 if {"onnx", "openvino"} & set(options.formats) else 8)
-    return Quantization(cast(EightBits, options.precision), ranges, weight_bits=bits)
+    return Quantization(cast(EightBits, options.precision.removesuffix("+bf16")), ranges, weight_bits=bits)

@@ -14,7 +14,6 @@ from vitcompress.bench import suite
 from vitcompress.errors import ArtifactError, CheckFailedError, DeviceError, PrecisionError
 from vitcompress.exporters import find_exporter
 from vitcompress.exporters.base import Exported, Exporter, ModelInfo, write_sidecar
-from vitcompress.exporters.doctor import slow_reason
 from vitcompress.exporters.onnx.export import ONNX
 from vitcompress.exporters.options import AUTO, EIGHT_BITS, ONLY_EIGHT_BITS, ExportOptions
 from vitcompress.exporters.precision import present_layers
@@ -30,6 +29,7 @@ from vitcompress.exporters.ranges import (
 )
 from vitcompress.exporters.runtimes import open_runner
 from vitcompress.exporters.sidecar import read_sidecar
+from vitcompress.io import hardware
 from vitcompress.io.files import write_json
 from vitcompress.io.manifest import record_changes
 from vitcompress.io.progress import Progress
@@ -87,7 +87,7 @@ def write_export(
         if result is not None:
             exported = replace(exported, islands_search=asdict(result))
             write_sidecar(exported)
-        if options.precision.startswith("int8"):
+        if options.precision.startswith("int8") and not exporter.cannot_run():
             wide = options.only(exporter.uses - {"precision", "islands", *ONLY_EIGHT_BITS})
             exported = compare_with_fp32(exported, partial(exporter.export, model, options=wide, **about))
     return exported
@@ -105,7 +105,7 @@ def compare_with_fp32(exported: Exported, write: Callable[[Path], Exported]) -> 
         except DeviceError:
             return exported
     ratio = {**bench.ratios[0], "a": "fp32", "b": exported.precision}
-    slow = f": {ratio['verdict']} here; {slow_reason(exported.precision) or 'use --precision fastest'}"
+    slow = f": {ratio['verdict']} here; {hardware.slow_reason(exported.precision) or 'use --precision fastest'}"
     text = f"{exported.precision} over fp32 {format_speedup(ratio)}{slow * (ratio['verdict'] != 'faster')}"
     warnings = [*exported.build.get("warnings", ()), text, *bench.disturbed]
     return write_sidecar(replace(exported, speed=ratio, build={**exported.build, "warnings": warnings}))

@@ -11,8 +11,7 @@ from vitcompress.bench import suite
 from vitcompress.errors import CheckFailedError, InputError
 from vitcompress.exporters import find_exporter
 from vitcompress.exporters.base import Exported
-from vitcompress.exporters.doctor import PRECISIONS
-from vitcompress.exporters.options import ExportOptions, Precision
+from vitcompress.exporters.options import DEFAULTS, ONLY_EIGHT_BITS, ExportOptions, Precision
 from vitcompress.exporters.runtimes import open_runner
 from vitcompress.io.progress import Progress
 from vitcompress.io.text import format_speedup
@@ -21,6 +20,7 @@ from vitcompress.pipeline.export_folder import export_folder, verify_export
 
 FASTEST = "fastest"
 FORMATS = ("onnx", "openvino")
+PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "int8", "int8+bf16")
 
 
 @dataclass
@@ -45,7 +45,8 @@ def choose_fastest(
     exports, problem = list[tuple[Candidate, Exported]](), None
     with TemporaryDirectory(prefix="vitcompress-") as temporary:
         for candidate in candidates:
-            own = replace(options, precision=candidate.precision)
+            usable = options if "int8" in candidate.precision else options.only(DEFAULTS.keys() - {*ONLY_EIGHT_BITS})
+            own = replace(usable, precision=candidate.precision)
             path = Path(temporary) / f"{candidate.format}{own.label}{find_exporter(candidate.format).file_suffix}"
             progress.stage(f"Export {path.name}")
             try:

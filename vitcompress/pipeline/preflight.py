@@ -77,7 +77,7 @@ def check_formats(recipe: Recipe) -> None:
 def check_exports(job: Job) -> None:
     """Raise InputError for unknown fp32 layers, no images to calibrate int8 or fp8 on, and unsupported attentions."""
     table = job.recipe.export
-    if table.precision in EIGHT_BITS and job.data is None:
+    if table.precision in (*EIGHT_BITS, "int8+bf16") and job.data is None:
         hint = "omit --structure-only, or use --set export.precision=fp32"
         raise InputError(f"export.precision {table.precision} needs images of the training data", hint=hint)
     expand_layers(job.blank, (name for name in table.islands if name != AUTO))

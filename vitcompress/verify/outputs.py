@@ -27,6 +27,7 @@ those of the model in torch with the same roundings, in which it may have been t
 that some values round to the next step; with other ranges or weights, the errors would be independent.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -70,6 +71,7 @@ EMULATED_BATCH = 16
 PREFIX = "agreement."
 BATCHES = (1, 2, 3, 5)
 Calls = Sequence[tuple[Tensor, Tensor]]
+Kind = str | Quantization  # a precision, or what a file computes in eight bits
 LARGEST_BATCH = 256  # of files without a range
 WORK = 5 * 10**12  # multiply-accumulates of one call on the CPU at most; 256 images in DeiT-B are 4.5e12, and take 7 GB
 
@@ -180,10 +182,10 @@ class Original:
         return cache(partial(tolerance.exact_logits, self.model))
 
     @cached_property
-    def rounding(self) -> Callable[[Tensor, str | Quantization], tolerance.Rounding]:
+    def rounding(self) -> Callable[[Tensor, Kind], tolerance.Rounding]:
         """`tolerance.rounding_limit` or `quantization_limit`, on the images whose two best logits are closest."""
 
-        def limit(images: Tensor, precision: str | Quantization) -> tolerance.Rounding:
+        def limit(images: Tensor, precision: Kind) -> tolerance.Rounding:
             order = two_best(self.exact(images)).diff(dim=1).sum(1).argsort(descending=True)
             if isinstance(precision, Quantization):
                 return tolerance.quantization_limit(self.model, images[order], precision)
@@ -272,7 +274,8 @@ def _runner_checks(path: Path, original: Original, runner: Runner) -> list[Check
         # A file that takes bytes has a first convolution that was rounded once more: as in a second evaluation.
         evaluations = 2 if preprocessing else 1
     source = f"{stated} in {about['runtime']} on {about['device']}, batch {', '.join(map(str, batches))}"
-    checks = _call_checks(path.name, original, images, calls, (settings or precision, evaluations), source)
+    kinds = (settings, "bf16")[: 1 + stated.endswith("+bf16")] if settings else (precision,)
+    checks = _call_checks(path.name, original, images, calls, (kinds, evaluations), source)
     if precision == "int8" and about["runtime"] == "onnxruntime" and about["device"] == "cpu":
         checks += _arithmetic_checks(path, original, images, calls, settings)
     return checks
@@ -306,12 +309,12 @@ def _quantization(path: Path) -> Quantization | None:
 
 
 def _call_checks(
-    name: str, original: Original, images: Tensor, calls: Calls, limits: tuple[str | Quantization, int], source: str
+    name: str, original: Original, images: Tensor, calls: Calls, limits: tuple[Sequence[Kind], int], source: str
 ) -> list[Check]:
     """Compare the outputs of calls.
 
-    calls: indices into `images`, and the logits of these images. limits: a precision or what a file computes in eight
-    bits, and the number of evaluations whose rounding limits the error; 0: the share of the precision does.
+    calls: indices into `images`, and the logits of these images. limits: what rounds, independently, so that variances
+    add, and the number of evaluations whose rounding limits the error; 0: the share of the precision does.
     """
     name, source = f"{PREFIX}{name}", source if original.real else f"{source}, on noise"
     exact = original.exact(images)
@@ -322,11 +325,11 @@ def _call_checks(
         if not torch.isfinite(logits).all():
             return [Check(name, "failed", detail=f"outputs at batch {len(logits)} are not finite; {source}")]
     rows, logits = (torch.cat(parts) for parts in zip(*calls, strict=True))
-    precision, evaluations = limits
-    rounding = original.rounding(images, precision)
-    share = SHARES[precision.precision if isinstance(precision, Quantization) else precision]
-    near = max(evaluations, 1) ** 0.5 * rounding.logit / largest_logit(exact)
-    error, kl = min(share, near) if evaluations else share, max(evaluations, 1) * rounding.kl
+    kinds, evaluations = limits
+    roundings = [original.rounding(images, kind) for kind in kinds]
+    share = math.hypot(*(SHARES[kind if isinstance(kind, str) else kind.precision] for kind in kinds))
+    near = max(evaluations, 1) ** 0.5 * math.hypot(*(one.logit for one in roundings)) / largest_logit(exact)
+    error, kl = min(share, near) if evaluations else share, max(evaluations, 1) * sum(one.kl for one in roundings)
     weakest = float(exact.norm(dim=1).min()) / largest_logit(exact) or 1.0
     angle = exact.shape[1] * (near / weakest) ** 2 / 2
     return comparison_checks(compare(exact[rows], logits, near, rows), (share, error, kl, angle), name, source)
@@ -369,5 +372,5 @@ def rounded_checks(path: Path, original: Original) -> list[Check]:
     except VitcompressError as error:
         return [Check(f"{PREFIX}{path.name}.rounded", "failed", detail=error.message)]
     source = f"every result rounded to {precision} in onnxruntime on cpu, a proxy for the GPU"
-    limits = (settings, 1) if (settings := _quantization(path)) else (precision, 0)
+    limits = ([settings], 1) if (settings := _quantization(path)) else ([precision], 0)
     return _call_checks(f"{path.name}.rounded", original, images, calls, limits, source)

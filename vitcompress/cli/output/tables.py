@@ -105,12 +105,8 @@ def _print_missing(plan: DryRun | StudyDryRun) -> None:
 
 def print_export(done: Mapping[str, Any]) -> None:
     """An exported file: what it takes, how it was built and verified; first the candidates of `--precision fastest`."""
-    columns: Columns = {
-        **{name: f"{{{name}}}" for name in ("format", "precision")},
-        "ms": lambda row: f"{row['ms']:.2f}" if row["ms"] else "",
-        "speed-up": "{speedup}",
-        "result": "{result}",
-    }
+    plain = {name: f"{{{name}}}" for name in ("format", "precision", "speedup", "result")}
+    columns: Columns = {"ms": lambda row: f"{row['ms']:.2f}" if row["ms"] else "", **plain}
     if done["candidates"]:
         print_table(Table.of("batch 1, the fastest first", columns, done["candidates"]), wrap=True)
     print_text(

@@ -1,0 +1,115 @@
+"""OpenVINO files whose linear layers are in int8, with fp32 or bf16 elsewhere."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from vitcompress.bench.report.snippet import snippet
+from vitcompress.errors import DeviceError, InputError
+from vitcompress.exporters import EXPORTERS
+from vitcompress.exporters.base import Exported
+from vitcompress.exporters.openvino.export import read_contents
+from vitcompress.exporters.options import ExportOptions
+from vitcompress.exporters.quantize.calibrate import calibrate
+from vitcompress.exporters.runtimes import open_runner
+from vitcompress.io import hardware
+from vitcompress.io.files import decode_json_values
+from vitcompress.models.create import create_model, input_config
+from vitcompress.pipeline.export import compare_with_fp32
+from vitcompress.verify.outputs import Original, output_checks
+from vitcompress.verify.weights import compare_tensors, exported_module
+
+SIZE = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 32, "num_heads": 2, "num_classes": 5}
+IMAGES = torch.randn(20, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+AVX2, VNNI = "flags\t: avx2\n", "flags\t: avx2 avx512f avx512_vnni\n"
+
+pytestmark = pytest.mark.skipif(EXPORTERS["openvino"].unavailable() is not None, reason="OpenVINO is not installed")
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return create_model("vit_tiny_patch16_224", {**SIZE, "depth": 2})
+
+
+def export(model: nn.Module, path: Path, **options: Any) -> Exported:
+    settings, exporter = ExportOptions(**options), EXPORTERS["openvino"]
+    exporter.check(settings)
+    about = {"input": input_config(model), "calibrate": lambda source: calibrate(source, IMAGES, "int8")}
+    return exporter.export(model, path, options=settings, **about)
+
+
+@pytest.mark.parametrize(("precision", "hint"), [("int8", "f32"), ("int8+bf16", "bf16")])
+def test_the_file_agrees_and_states_its_precision(precision: str, hint: str, model: nn.Module, tmp_path: Path) -> None:
+    done = export(model, tmp_path / "m.xml", precision=precision)
+    assert (done.build["weights"], done.build["settings"]) == ("int8", {"INFERENCE_PRECISION_HINT": hint})
+    assert decode_json_values(done.metadata)["precision"] == done.precision == precision
+    file = {"file": "m.xml", "format": "openvino", "precision": precision}
+    assert f"{{'INFERENCE_PRECISION_HINT': '{hint}'}}" in snippet(input_config(model).to_dict(), file).replace('"', "'")
+    checks = output_checks(done.path, Original(model, IMAGES))
+    if checks[0].verdict == "not_run":
+        assert precision == "int8+bf16" and "computes in int8 on this processor" in checks[0].detail
+        return
+    assert {check.verdict for check in checks} == {"passed"}
+    exact, runner = model(IMAGES).detach(), open_runner(done.path)
+    error = float((runner(IMAGES) - exact).abs().max() / exact.abs().max())
+    assert runner.describe()["precision"] == precision and 1e-4 < error < 0.08
+    with torch.no_grad():
+        model.get_submodule("head").weight.neg_()
+    assert "failed" in {check.verdict for check in output_checks(done.path, Original(model, IMAGES))}
+
+
+@pytest.mark.parametrize("uint8", [False, True])
+def test_every_stored_weight_is_within_half_a_step_of_the_model(uint8: bool, model: nn.Module, tmp_path: Path) -> None:
+    contents = read_contents(export(model, tmp_path / "m.xml", precision="int8", uint8=uint8).path)
+    assert sum(stored.dequantized is not None for stored in contents.tensors) == 2 * 4 * 2  # weights and biases
+    assert not compare_tensors(exported_module(model, contents.metadata), contents).problems
+    weight = model.get_submodule("blocks.1.mlp.fc1").weight
+    with torch.no_grad():
+        weight[3, 5] += 0.02 * weight.abs().max()
+    problems = compare_tensors(exported_module(model, contents.metadata), contents).problems
+    assert any("blocks.1.mlp.fc1.weight" in problem for problem in problems) and len(problems) == 2
+
+
+@pytest.mark.parametrize(("cpu", "bits", "expected"), [(AVX2, None, 7), (VNNI, None, 8), (AVX2, 8, 8), (VNNI, 7, 7)])
+def test_weights_have_eight_bits_where_their_products_are_exact(
+    cpu: str, bits: Any, expected: int, model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpuinfo").write_text(cpu)
+    monkeypatch.setattr(hardware, "CPUINFO", tmp_path / "cpuinfo")
+    done = export(model, tmp_path / "m.xml", precision="int8", weight_bits=bits)
+    assert decode_json_values(done.metadata)["quantization"]["weight_bits"] == expected
+    stored = [s for s in read_contents(done.path).tensors if s.name.endswith(".weight_quantized")]
+    assert max(np.abs(np.frombuffer(s.read(), np.int8).astype(int)).max() for s in stored) in (
+        (64,) if expected == 7 else (127, 128)
+    )
+
+
+def test_other_precisions_are_rejected(model: nn.Module, tmp_path: Path) -> None:
+    path = export(model, tmp_path / "m.xml", precision="int8").path
+    with pytest.raises(DeviceError, match="cannot run in 'fp32'"):
+        open_runner(path, precision="fp32")
+    with pytest.raises(DeviceError, match=r"cannot run in 'int8\+bf16'"):
+        open_runner(export(model, tmp_path / "wide.xml").path, precision="int8+bf16")
+    for name, options in (("onnx", {"precision": "int8+bf16"}), ("openvino", {"weight_bits": 8})):
+        with pytest.raises(InputError):
+            EXPORTERS[name].check(ExportOptions(**options))
+
+
+def test_a_file_that_is_slower_than_fp32_is_reported(
+    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpuinfo").write_text(AVX2)
+    monkeypatch.setattr(hardware, "CPUINFO", tmp_path / "cpuinfo")
+    large = create_model("vit_tiny_patch16_224", {**SIZE, "img_size": 32, "depth": 12, "embed_dim": 192})
+    onnx, about = EXPORTERS["onnx"], {"input": input_config(large), "calibrate": lambda source: {}}
+    done = onnx.export(large, tmp_path / "m.onnx", **about)
+    slower = compare_with_fp32(
+        Exported(**{**vars(done), "precision": "int8"}),
+        lambda path: onnx.export(model, path, input=input_config(model)),
+    )
+    assert slower.speed["verdict"] == "slower" and slower.speed["a"] == "fp32"
+    assert "slower here; no VNNI" in slower.build["warnings"][0] and "--format onnx" in slower.build["warnings"][0]
