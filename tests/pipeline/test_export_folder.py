@@ -133,3 +133,11 @@ def test_doctor_names_the_precisions_that_are_fast(
     tables.print_doctor(facts)
     lines = capsys.readouterr().out.splitlines()
     assert any(line.strip().startswith(slow) for line in lines)
+
+
+def test_int8_without_training_images_is_an_error(folder: Path) -> None:
+    with pytest.raises(InputError, match="needs images of the training data"):
+        export_folder(folder, options=ExportOptions(precision="int8"))
+    with pytest.raises(InputError, match=r"no layer 'blocks\.1\.attn'"):
+        export_folder(folder, options=ExportOptions(precision="int8", islands=("blocks.1.attn",)))
+    assert not list(folder.glob("*.onnx*"))
