@@ -118,10 +118,7 @@ def test_outputs_and_weights_agree_with_the_model(file: Callable[..., Exported],
     tensors = compare_tensors(exported_module(model(), contents.metadata), contents)
     assert not tensors.problems and {f"{layer}.weight" for layer in LAYERS} <= set(tensors.matches)
     checks = checks_of(done.path)
-    names = {"flips", "kl", "cosine", "error"} | (
-        {"saturation"} if done.precision == "int8" else {done.path.name, "onnx"}
-    )
-    assert set(checks) - {"onnx"} == names - {"onnx", done.path.name}
+    assert {"flips", "kl", "cosine", "error"} | ({"saturation"} if done.precision == "int8" else set()) <= set(checks)
     assert {check.verdict for check in checks.values()} <= {"passed", "not_run"}
 
 
