@@ -11,7 +11,7 @@ from vitcompress.io.validation import Doc
 
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "int8", "int8+bf16", "fp8"]
 Calibration = Literal["minmax", "percentile", "entropy", "mse"]
-Positive = Annotated[int, Ge(1)]
+Positive = Annotated[int, Ge(1), Le(2**20)]
 AUTO = "auto"
 EIGHT_BITS = ("int8", "fp8")
 ONLY_EIGHT_BITS = ("weight_bits", "calibration", "calibration_method")  # options that only these precisions have
@@ -54,7 +54,9 @@ class ExportOptions:
     optimization_level: Annotated[int | None, Ge(0), Le(5), Doc("0 (fast build) to 5 (fast engine); None: default")] = (
         None
     )
-    workspace: Annotated[Positive | None, Doc("bytes that an engine may use beside its weights; None: default")] = None
+    workspace: Annotated[
+        int | None, Ge(1), Le(2**50), Doc("bytes that an engine may use beside its weights; None: default")
+    ] = None
     timing_cache: Annotated[Path | None, Doc("file that keeps measured kernel times for later builds")] = None
     hardware_compatible: Annotated[
         Literal["none", "ampere+", "same"],

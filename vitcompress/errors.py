@@ -3,6 +3,17 @@
 import difflib
 from collections.abc import Iterable
 
+LONGEST_LINE = 600  # characters of a message; a name from a file may be longer
+# Characters that a terminal acts on (C0, C1, directions of text) or cannot print -> text, as in \x1b.
+CONTROLS = (*range(9), *range(11, 32), *range(127, 160), 0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F))
+ESCAPES = {code: ascii(chr(code))[1:-1] for code in (*CONTROLS, *range(0x2066, 0x206A), *range(0xD800, 0xE000))}
+
+
+def printable(text: str, longest: int | None = None) -> str:
+    """`text` without control characters: names of files, classes and modules may contain any. longest: of a line."""
+    lines = text.translate(ESCAPES).split("\n")
+    return "\n".join(line if longest is None or len(line) <= longest else f"{line[:longest]}..." for line in lines)
+
 
 class VitcompressError(Exception):
     """The message states the value and what is allowed; `hint` is the next step. Exit code of the command line: 1."""
@@ -10,9 +21,9 @@ class VitcompressError(Exception):
     exit_code = 1
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message = printable(message, LONGEST_LINE)
+        self.hint = hint and printable(hint, LONGEST_LINE)
+        super().__init__(self.message)
 
 
 class CheckFailedError(VitcompressError):
@@ -29,7 +40,7 @@ class RecipeError(InputError):
     """An invalid recipe. problems: one line each."""
 
     def __init__(self, source: str, problems: Iterable[str], *, hint: str | None = None) -> None:
-        self.problems = tuple(problems)
+        self.problems = tuple(printable(problem, LONGEST_LINE) for problem in problems)
         count = f"{len(self.problems)} problem{'s' if len(self.problems) != 1 else ''}"
         super().__init__("\n  ".join([f"recipe {source} cannot be used ({count})", *self.problems]), hint=hint)
 

@@ -30,6 +30,8 @@ from vitcompress.io.text import NOT_MEASURED, Columns, Table, escape_markdown
 
 FILES = {"xml": "xml and bin"}  # an OpenVINO model consists of two files
 SPEED_KEYS = records.SpeedRecord.__annotations__.keys()
+RESTORE = "restore it, or run the recipe again"
+ACCURACIES = dict[str, records.FileAccuracy | records.McNemarRecord]  # of AccuracyPair, with its other keys
 Row = tuple[str, ...]
 
 
@@ -40,7 +42,8 @@ def read_report(folder: str | Path) -> records.Report:
     if not path.is_file():
         hint = "give folders of finished runs; `vitcompress recipe` continues an unfinished one"
         raise ArtifactError(f"{folder} has no {path.name}", hint=hint)
-    report: records.Report = read_json(path)
+    report: records.Report = read_record(path, records.Report)
+    check_record(path, report.get("accuracy"), ACCURACIES | None)
     return report
 
 
@@ -51,13 +54,24 @@ def read_benchmarks(path: Path, kind: object = records.SpeedsRecord) -> list[rec
     """
     content = read_json(path)
     entries: list[records.BenchRecord] = content if isinstance(content, list) else [content]
+    hint = "give the output of `vitcompress bench --json`"
+    return check_record(path, entries, list[kind], "contains no measurement", hint)  # type: ignore[valid-type]
+
+
+def read_record(path: Path, kind: Any) -> Any:
+    """The content of a JSON file of the type `kind`. Raises ArtifactError if it has another one."""
+    return check_record(path, read_json(path), kind)
+
+
+def check_record(path: Path, data: Any, kind: Any, problem: str = "has other contents", hint: str = RESTORE) -> Any:
+    """`data`, read from `path`. Raises ArtifactError with `problem` and `hint` if it is not of the type `kind`."""
     try:
-        TypeAdapter(list[kind]).validate_python(entries)  # type: ignore[valid-type]
+        TypeAdapter(kind).validate_python(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        message = f"{path} contains no measurement: {'.'.join(map(str, first['loc'][1:]))}: {first['msg'].lower()}"
-        raise ArtifactError(message, hint="give the output of `vitcompress bench --json`") from None
-    return entries
+        first = error.errors(include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ArtifactError(f"{path} {problem}: {place}: {first['msg'].lower()}", hint=hint) from None
+    return data
 
 
 def find_speed(

@@ -63,7 +63,7 @@ def _check_location(path: Path, tensor: Any) -> None:
     if (place := location(tensor)) is None:
         return
     folder = path.resolve().parent
-    if not place or Path(place).is_absolute() or not (folder / place).resolve().is_relative_to(folder):
+    if not place or "\0" in place or Path(place).is_absolute() or not (folder / place).resolve().is_relative_to(folder):
         raise ArtifactError(
             f"{path} stores the tensor {tensor.name} in {place!r}, outside its own folder",
             hint="do not run it; export it again from a source that you trust",

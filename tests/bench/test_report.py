@@ -25,12 +25,26 @@ COST = {
     "dense": {"params": 87338192, "macs": 17656811520, "macs_linear": 16934203392},
     "compressed": {"params": 54867152, "macs": 10932541440, "macs_linear": 10511020032},
 }
-PLAN = {"arch": "x", "arch_args": {}, "removed": {}, "appended": {}, "folded": [], "kept": {}, "heads": {}}
+PLAN = {
+    "arch": "x",
+    "arch_args": {},
+    "removed": {},
+    "appended": {},
+    "folded": [],
+    "kept": {},
+    "heads": {},
+    "standard": {},
+}
+PLAN["format"] = 1
+STATED = {"command": None, "passed": True}
 
 
 def accuracy(correct: int) -> dict[str, object]:
     return {
         "correct": correct,
+        "correct5": 540,
+        "top5": 1.0,
+        "loss": 0.1,
         "total": 540,
         "top1": correct / 540,
         "top1_ci95": [correct / 540 - 0.01, correct / 540 + 0.01],
@@ -67,7 +81,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
         "files": {name: (folder / name).stat().st_size for name in ("dense.onnx", "model.onnx")},
         "verify": {
             "passed": True,
-            "checks": [{"name": "fold", "verdict": "passed", "value": 0.5, "tolerance": 1.0, "detail": "a|b"}],
+            "checks": [{"name": "fold", "verdict": "passed", "value": 0.5, "tolerance": 1.0, "detail": "a|b"} | STATED],
         },
         "searched": "the dense model",
         "teacher": None,

@@ -101,10 +101,11 @@ def test_several_mistakes_are_shown_together() -> None:
         ("bench.protocol=papers", "did you mean paper?"),
         ("step.0.pruned_layers=0", "got 0, expected 1 or more"),
         ("run.amp=fp8", "expected one of none, fp16, bf16"),
-        ("model.args.depth=none", "timm cannot build"),
+        ("model.args.depth=none", "got 'none', expected a whole number"),
         ("model.args.dept=3", "did you mean depth?"),
         ("model.args.patch_size=16", "rejects images of (1, 8, 8): Calculated padded input size"),
         ("model.args.in_chans=0", "rejects images of (0, 8, 8)"),
+        ("model.args.num_classes=-3", "got -3, expected 0 or more"),
         ("finetune.optimizer=adamq", "adamq"),
         ("export.opset=3", "opset 3"),
     ],
@@ -114,9 +115,8 @@ def test_wrong_types_and_ranges(setting: str, sentence: str) -> None:
 
 
 def test_a_model_without_a_classifier() -> None:
-    for count in (0, -3):
-        message = expect_error("recipe", "small.toml", "--structure-only", "--set", f"model.args.num_classes={count}")
-        assert f"num_classes is {count}" in message and "model.classes" in message
+    message = expect_error("recipe", "small.toml", "--structure-only", "--set", "model.args.num_classes=0")
+    assert "num_classes is 0" in message and "model.classes" in message
 
 
 def test_a_budget_larger_than_the_model() -> None:

@@ -61,7 +61,7 @@ def test_types_limits_defaults_and_values() -> None:
     assert sparsity.type == "number, more than 0, less than 1" and sparsity.value
     assert layout.type == "one of ragged, uniform, tied, padded" and layout.default == "uniform"
     assert lr.about.startswith("of the exploration (peak") and "(peak" not in keys["step.0.epochs"].about
-    assert keys["export.batch"].type == "list of 3: whole number, 1 or more"
+    assert keys["export.batch"].type == "list of 3: whole number, 1 or more, 1048576 or less"
     assert keys["finetune.augmentation.mixup"].about == "alpha of the Beta distribution; 0: off"
     assert keys["finetune.epochs"].value != keys["finetune.epochs"].default
 

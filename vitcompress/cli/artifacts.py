@@ -144,8 +144,8 @@ def sign(artifact: Path, key: Any) -> int:
     show_default=True,
 )
 @opt.option("--batch", "Images per run; several: 1,8,64,256.", metavar="N,N,...", callback=opt.parse_batches)
-@opt.option("--warmup", "Runs before the measurement (default: the protocol's).", click.IntRange(0))
-@opt.option("--runs", "Timed runs per artifact (robust: at least).", click.IntRange(1))
+@opt.option("--warmup", "Runs before the measurement (default: the protocol's).", click.IntRange(0, opt.MOST))
+@opt.option("--runs", "Timed runs per artifact (robust: at least).", click.IntRange(1, opt.MOST))
 @opt.option(
     "--fail-under",
     "Exit code 1 if the lower bound of the 95 % interval of any speed-up over the first artifact is below R.",
@@ -190,8 +190,8 @@ def bench(artifacts: tuple[str, ...], notes: bool, **options: Any) -> int:
 @click.argument("artifacts", nargs=-1, required=True, metavar="ARTIFACT...")
 @opt.option("--data", "Images (PATH/val/CLASS); default: the run's test images.", metavar="PATH|digits|tinted")
 @opt.option("--split", "Folder below PATH (default: val, validation or test).", metavar="NAME")
-@opt.option("--batch", "Images per call.", click.IntRange(1), default=64, show_default=True)
-@opt.option("--workers", "Processes that load images.", click.IntRange(0), default=0, show_default=True)
+@opt.option("--batch", "Images per call.", click.IntRange(1, opt.MOST), default=64, show_default=True)
+@opt.option("--workers", "Processes that load images.", click.IntRange(0, 1024), default=0, show_default=True)
 @opt.option("--bench", "Output of `bench --json`, to show throughput from.", opt.FILE)
 @opt.preprocessing_options
 @opt.max_drop_option

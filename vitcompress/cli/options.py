@@ -15,6 +15,7 @@ ALIASES = {
     **{"half": "fp16", "float16": "fp16", "bfloat16": "bf16", "float32": "fp32"},
 }
 PROVIDERS = {name.lower(): f"{name}ExecutionProvider" for name in ("CPU", "CUDA", "Tensorrt")}
+MOST = 2**20  # images of a call, calls, and threads
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 FILE, FOLDER = click.Path(path_type=Path, dir_okay=False), click.Path(path_type=Path, file_okay=False)
@@ -54,7 +55,7 @@ def _capability(word: str) -> int:
 
 
 def _positive(word: str) -> int:
-    if int(word) < 1:
+    if not 1 <= int(word) <= MOST:
         raise ValueError(word)
     return int(word)
 
@@ -67,7 +68,7 @@ def alias(metavar: str, names: Mapping[str, str] = ALIASES) -> dict[str, Any]:
 parse_words = parse_list(str, "names", ())
 parse_formats = parse_list(lambda word: ALIASES.get(word.lower(), word), "formats", ())
 parse_capabilities = parse_list(_capability, "compute capabilities, as in 80,8.9", ())
-parse_batches = parse_list(_positive, "numbers of 1 or more, as in 1,8,64")
+parse_batches = parse_list(_positive, "numbers from 1 to 1048576, as in 1,8,64")
 parse_floats = parse_list(float, "numbers, as in 0.485,0.456,0.406")
 
 
@@ -76,7 +77,7 @@ def parse_batch_range(ctx: click.Context, param: click.Parameter, value: str | N
     if value is None:
         return None
     parts = value.split(":")
-    if len(parts) not in (1, 3) or not all(part.isdecimal() and int(part) for part in parts):
+    if len(parts) not in (1, 3) or not all(re.fullmatch("0*[1-9][0-9]{0,5}", part) for part in parts):
         raise click.BadParameter(f"got {value!r}, expected MIN:OPT:MAX, as in 1:256:256, or one number")
     return tuple(int(part) for part in parts) * (3 // len(parts))
 
@@ -85,7 +86,7 @@ def parse_size(ctx: click.Context, param: click.Parameter, value: str | None) ->
     """`512M` -> bytes."""
     if value is None:
         return None
-    match = re.fullmatch(r"(\d+)\s*([kmg]?)(?:i?b)?", value.strip().lower())
+    match = re.fullmatch(r"(\d{1,15})\s*([kmg]?)(?:i?b)?", value.strip().lower())
     if match is None or not int(match[1]):
         raise click.BadParameter(f"got {value!r}, expected a size, as in 512M or 4G")
     return int(match[1]) * UNITS[match[2]]
@@ -166,7 +167,7 @@ runner_options = add_options(
     option("--device", DEVICE_HELP, **alias("DEVICE")),
     option("--provider", PROVIDER_HELP, **alias("NAME", PROVIDERS)),
     option("--engine-cache", "Cache directory for engines built by ONNX Runtime's TensorRT providers.", FOLDER, "DIR"),
-    option("--threads", "CPU threads of one call (default: the runtime's).", click.IntRange(1)),
+    option("--threads", "CPU threads of one call (default: the runtime's).", click.IntRange(1, MOST)),
     flag("--trust", "Open engines without a matching sidecar. They can run any code."),
 )
 

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import stat
@@ -25,6 +26,9 @@ except ImportError:  # Windows
 # Where signatures are required, SHA-256 of the only files that runners open, by resolved path; elsewhere empty. Nothing
 # is written beside these files, as that would end the signatures.
 signed_files: ContextVar[Mapping[Path, str]] = ContextVar("signed_files", default={})  # noqa: B039 - is never changed
+LARGEST = 2**28  # bytes of a text file
+DEEPEST = 32  # levels of tables and lists; files of vitcompress have up to 8
+LARGEST_INT = 2**63 - 1
 
 
 def write_file(path: Path, fill: Callable[[Path], object]) -> None:
@@ -105,13 +109,45 @@ def lock_folder(folder: Path) -> Iterator[None]:
         yield
 
 
-def read_json(path: Path) -> Any:
-    """Raises ArtifactError if `path` is missing or not JSON."""
+def read_text(path: Path) -> str:
+    """The text of a file. Raises ValueError if it is not UTF-8, OSError if it is missing, too large or no file."""
+    if path.exists() and not path.is_file():
+        kind = "folder" if path.is_dir() else "pipe or a device"  # which may have no end
+        raise OSError(errno.EINVAL, f"it is a {kind}, not a file")
+    if path.stat().st_size > LARGEST:
+        raise OSError(errno.EFBIG, f"it has more than {LARGEST:,} bytes")
+    return path.read_text(encoding="utf-8")
+
+
+def parse_plain(parse: Callable[[str], Any], text: str, *, finite: bool = False) -> Any:
+    """`parse(text)`, of JSON or TOML. Raises ValueError if it is neither, nested too deeply, or has huge integers.
+
+    finite: reject NaN and infinity, too.
+    """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        data = parse(text)
+    except RecursionError:
+        raise ValueError(f"nested deeper than {DEEPEST} levels") from None
+    level = [data]
+    for _ in range(DEEPEST):
+        if any(isinstance(value, int) and abs(value) > LARGEST_INT for value in level):
+            raise ValueError("an integer has more than 64 bits")
+        if finite and not all(math.isfinite(value) for value in level if isinstance(value, float)):
+            raise ValueError("a number is not finite")
+        tables = [list(value.values()) if isinstance(value, dict) else value for value in level]
+        level = [inner for table in tables if isinstance(table, list) for inner in table]
+    if level:
+        raise ValueError(f"nested deeper than {DEEPEST} levels")
+    return data
+
+
+def read_json(path: Path) -> Any:
+    """Raises ArtifactError if `path` is missing, not JSON, or no file that `read_text` and `parse_plain` accept."""
+    try:
+        return parse_plain(json.loads, read_text(path), finite=True)
     except OSError as error:
         raise ArtifactError(f"{path} cannot be read: {error.strerror}", hint="check the path") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ArtifactError(f"{path} cannot be read as JSON: {error}", hint="create or copy it again") from None
 
 
@@ -120,7 +156,7 @@ def decode_json_values(metadata: Mapping[str, str]) -> dict[str, Any]:
     data: dict[str, Any] = dict(metadata)
     for key, text in metadata.items():
         with contextlib.suppress(ValueError):
-            data[key] = json.loads(text)
+            data[key] = parse_plain(json.loads, text)
     return data
 
 

@@ -28,6 +28,7 @@ WRAPPERS = ("_orig_mod.", "module.", "_orig_mod.", "model.", "timm_model.")
 # Classes of options and scores in checkpoints of training scripts, all of them plain data.
 PLAIN_TYPES: list[Any] = [argparse.Namespace, PosixPath, np.float64(0).__reduce__()[0], np.dtype]
 PLAIN_TYPES += [type(np.dtype(name)) for name in ("float32", "float64", "int64")]
+TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool)
 ACCEPTED = "a checkpoint (.safetensors, .pth, .pt, .pth.tar, .bin), a Hugging Face folder, hf-hub:NAME, random or hub"
 
 
@@ -60,21 +61,28 @@ def read_checkpoint(
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"
         raise WeightsError(f"no weights at {path}: it {what}", hint=f"use {ACCEPTED}")
+    part = None
     if path.suffix == ".safetensors":
         try:
             with safe_open(path, framework="pt") as file:
                 # Cloned: a view would change with the file, and its alignment changes the rounding of torch's kernels.
                 tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
-                return _strip_wrappers(tensors, wrappers), None, decode_json_values(file.metadata() or {})
+                content = decode_json_values(file.metadata() or {})
         except (SafetensorError, OSError) as error:
             message = f"{path} is not a complete safetensors file: {error}"
             raise WeightsError(message, hint="copy or download it again") from None
-    content = _read_pytorch(path)
-    part = next((key for key in PARTS if isinstance(content, dict) and isinstance(content.get(key), dict)), None)
-    tensors = content if part is None else content[part]
-    if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
-        raise WeightsError(f"{path} is not a state dict of tensors", hint="save model.state_dict()")
-    return _strip_wrappers(tensors, wrappers), part, {} if part is None else {**content, part: None}
+    else:
+        content = _read_pytorch(path)
+        part = next((key for key in PARTS if isinstance(content, dict) and isinstance(content.get(key), dict)), None)
+        tensors = content if part is None else content[part]
+        if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
+            raise WeightsError(f"{path} is not a state dict of tensors", hint="save model.state_dict()")
+        content = {} if part is None else {**content, part: None}
+    for name, tensor in tensors.items():
+        if tensor.dtype not in TYPES or tensor.layout != torch.strided or tensor.is_meta:
+            about = f"{tensor.dtype}, {tensor.layout}, {tensor.device}".replace("torch.", "")
+            raise WeightsError(f"{path} cannot be used: {name} is {about}", hint="save dense floats")
+    return _strip_wrappers(tensors, wrappers), part, content
 
 
 def _strip_wrappers(tensors: dict[str, Tensor], wrappers: Sequence[str]) -> dict[str, Tensor]:

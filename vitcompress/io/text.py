@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vitcompress.errors import printable
+
 
 def format_number(value: float) -> str:
     """0.228, 1.25e-06, 951,836: three digits; whole numbers from 1000 on in full."""
@@ -99,7 +101,7 @@ def shorten_paths(names: Sequence[str]) -> list[str]:
 
 def escape_markdown(text: str) -> str:
     """`text` on one line, without effect as Markdown or HTML: names of classes and files may contain anything."""
-    line = html.escape(" ".join(text.split()), quote=False)
+    line = html.escape(printable(" ".join(text.split())), quote=False)
     return re.sub(r"([\\`*\[\]|~]|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", line)  # not the _ inside words
 
 

@@ -108,7 +108,7 @@ def _describe(item: Any, root: type[BaseModel]) -> str:
         return f"{UNKNOWN_KEY}{did_you_mean(str(item['loc'][-1]), known) or ', known: ' + ', '.join(known)}"
     if kind in BOUNDS:
         key, words = BOUNDS[kind]
-        return f"got {seen}, expected " + words.format(f"{item['ctx'][key]:g}")
+        return f"got {seen}, expected " + words.format(f"{item['ctx'][key]:.10g}")
     if kind == "literal_error":
         choices = [choice.strip("' ") for choice in item["ctx"]["expected"].replace(" or ", ", ").split(",")]
         return f"got {seen}, expected one of {', '.join(choices)}{did_you_mean(str(value), choices)}"

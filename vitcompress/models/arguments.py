@@ -1,10 +1,16 @@
-"""What the shapes of weights show: arguments of timm's model classes, and which architecture the weights are of."""
+"""Arguments of timm's model classes: those that are allowed, and those that the shapes of weights show."""
 
+import inspect
 import re
+import sys
+import typing
 from collections.abc import Callable, Mapping
 from math import isqrt
-from typing import Any
+from typing import Annotated, Any
 
+import timm
+from annotated_types import Ge, Le, Len
+from pydantic import StringConstraints
 from timm.models import beit, eva, pvt_v2, swin_transformer, vision_transformer
 from torch import nn
 
@@ -127,6 +133,14 @@ KINDS: tuple[tuple[str, type[nn.Module] | None, str], ...] = (
 )
 SIZES = {192: "tiny", 384: "small", 768: "base", 1024: "large"}  # width -> its word in timm's names
 NAMES = {"ViT": "vit_{}_patch{}_224", "distilled DeiT": "deit_{}_distilled_patch{}_224"}
+# Limits that no model reaches: a plan or a checkpoint may be from anyone.
+MOST = {"depth": 256, "depths": 256, "num_classes": 2**20, "mlp_ratio": 64, "mlp_ratios": 64}
+PLAIN_TYPES: dict[Any, Callable[[int], Any]] = {
+    int: lambda most: Annotated[int, Ge(0), Le(most)],
+    float: lambda most: Annotated[float, Ge(-most), Le(most)],
+    str: lambda most: Annotated[str, StringConstraints(pattern=r"^[\w.]{0,40}$")],  # no path
+    **{kind: lambda most, kind=kind: kind for kind in (bool, type(None))},  # type: ignore[misc]
+}
 SHOWN = ("embed_dim", "embed_dims", "depth", "depths", "patch_size", "img_size", "num_classes")
 
 
@@ -137,6 +151,30 @@ def shapes_of(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def base_of(kind: type[nn.Module]) -> type[nn.Module] | None:
     """The class of `RULES` that `kind` is or is derived from."""
     return next((base for base in kind.__mro__ if base in RULES), None)
+
+
+def allowed_arguments(arch: str) -> dict[str, Any]:
+    """Arguments of timm's model `arch` with their types and limits: the plain data that its class takes.
+
+    Others could run code or read files. Empty if `arch` is of no class of `RULES`.
+    """
+    module = sys.modules[timm.model_entrypoint(arch).__module__]
+    bases = (base_of(kind) for kind in vars(module).values() if isinstance(kind, type))
+    base = next(filter(None, bases), None)
+    hints = {name: p.annotation for name, p in inspect.signature(base).parameters.items()} if base else {}
+    types = {name: _plain_type(hint, MOST.get(name, 2**14)) for name, hint in hints.items()}
+    return {name: kind | None for name, kind in types.items() if kind is not None}
+
+
+def _plain_type(hint: Any, most: int) -> Any:
+    """`hint` with limits, without alternatives such as functions and classes; None if nothing is left."""
+    if isinstance(hint, type) and hint in PLAIN_TYPES:
+        return PLAIN_TYPES[hint](most)
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple:
+        return Annotated[tuple[_plain_type(parts[0], most), ...], Len(1, 8)]
+    options = tuple(option for part in parts if (option := _plain_type(part, most)) is not None)
+    return hint if origin is typing.Literal else typing.Union[options] if options else None  # noqa: UP007
 
 
 def read_arguments(base: type[nn.Module] | None, shapes: Shapes) -> dict[str, object]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vitcompress.errors import ArtifactError, InputError, PlanError, WeightsError
 from vitcompress.families import Family, family_of, prepare_model
-from vitcompress.io.files import write_text
+from vitcompress.io.files import parse_plain, read_text, write_text
 from vitcompress.io.manifest import check_unchanged, write_manifest
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import read_checkpoint, save_tensors
@@ -135,8 +135,9 @@ def load_strictly(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -
 def read_plan(path: Path) -> Plan:
     """Read a plan from a JSON file. Raises PlanError if the file is missing or invalid."""
     try:
-        return Plan.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        parse_plain(json.loads, text := read_text(path))
+        return Plan.from_json(text)
+    except (OSError, ValueError) as error:
         raise PlanError(f"{path} cannot be read: {error}") from None
     except PlanError as error:
         raise PlanError(f"{path}: {error.message}", hint=error.hint) from None

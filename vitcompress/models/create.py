@@ -1,26 +1,30 @@
 """Create dense timm models by name, with any input size and number of classes."""
 
 import contextlib
-import inspect
 import re
-import sys
 import traceback
+import typing
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import timm
 import torch
 from annotated_types import Ge, Gt, Le
+from pydantic import BaseModel
+from pydantic import create_model as create_table
 from timm.data import resolve_model_data_config
 from timm.layers import DropPath
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from vitcompress.errors import InputError, WeightsError, close_matches, did_you_mean, first_line
+from vitcompress.errors import InputError, WeightsError, close_matches, first_line
 from vitcompress.families import prepare_model
 from vitcompress.io.tensors import LIBRARY_ERRORS
+from vitcompress.io.validation import STRICT, validate
+from vitcompress.models.arguments import allowed_arguments
 from vitcompress.models.preprocessing import NAMES, Crop, Filter
 from vitcompress.models.weights import USE_FILE, check_hub, load_weights
 from vitcompress.plan import Plan
@@ -29,6 +33,8 @@ NOISE = 0.1  # standard deviation for `randomize_constants`: small compared with
 OVERLAY, LABELS = "pretrained_cfg_overlay", "label_names"  # argument of timm.create_model, and a key in it
 INITIALIZERS = {"uniform_", "normal_", "erfinv_", "mul_", "add_", "clamp_", "fill_", "zero_"}
 Side = Annotated[int, Ge(1), Le(2**14)]  # pixels, or channels
+CHANGE = "change the argument in model.args, as in --set model.args.depth=12"
+MOST_PARAMETERS = 2**36  # ten times as many as the largest model of timm
 UNKNOWN = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
 
 
@@ -83,7 +89,12 @@ def create_model(
 
 def create_on_meta(arch: str, arch_args: Mapping[str, object] | None = None) -> nn.Module:
     """`create_model` on torch's meta device: shapes without weights. Raises InputError as `create_model`."""
-    return _finish(build_on_meta(arch, arch_args), arch, dict(arch_args or {}))
+    model = build_on_meta(arch, arch_args)
+    if (count := sum(parameter.numel() for parameter in model.parameters())) > MOST_PARAMETERS:
+        raise InputError(
+            f"{arch} with {arch_args} has {count:,} parameters, at most {MOST_PARAMETERS:,} are supported", hint=CHANGE
+        )
+    return _finish(model, arch, dict(arch_args or {}))
 
 
 def build_on_meta(arch: str, arch_args: Mapping[str, object] | None = None) -> nn.Module:
@@ -189,15 +200,12 @@ def is_known(arch: str) -> bool:
 
 
 def _build(arch: str, args: dict[str, Any], *, pretrained: bool, new_head: bool) -> nn.Module:
-    name = arch.split(".")[0]
-    if not timm.is_model(name):
-        close = ", ".join(close_matches(name, timm.list_models()))
-        raise InputError(f"timm has no model {arch!r}", hint=f"nearest: {close}" if close else "see timm.list_models()")
+    check_arguments(arch, args)
     try:
         model: nn.Module = timm.create_model(arch, pretrained=False, **args)
     except (*LIBRARY_ERRORS, OSError) as error:
         message = f"timm cannot build {arch} with {args}: {_message(error)}"
-        raise InputError(message, hint=_next_step(arch, error)) from None
+        raise InputError(message, hint=CHANGE) from None
     if pretrained:
         check_hub(arch, args.get("num_classes"), new_head=new_head)
         try:
@@ -206,6 +214,31 @@ def _build(arch: str, args: dict[str, Any], *, pretrained: bool, new_head: bool)
             message = f"the weights of {arch} could not be downloaded: {first_line(error)}"
             raise WeightsError(message, hint=USE_FILE) from None
     return model
+
+
+def check_arguments(arch: str, args: Mapping[str, object]) -> None:
+    """Raise InputError for an unknown architecture, or arguments that no model of it has."""
+    name = arch.split(".")[0]
+    if not timm.is_model(name):
+        close = ", ".join(close_matches(name, timm.list_models()))
+        raise InputError(f"timm has no model {arch!r}", hint=f"nearest: {close}" if close else "see timm.list_models()")
+    problems, own = list[str](), {key: value for key, value in args.items() if key != OVERLAY}
+    validate(_table(name), {"args": own, "overlay": args.get(OVERLAY)}, "model.args.", problems)
+    if problems:
+        wrong = "; ".join(" ".join(problem.split()) for problem in problems)
+        raise InputError(f"timm cannot build {arch} with these arguments: {wrong}", hint=CHANGE)
+
+
+@lru_cache
+def _table(arch: str) -> type[BaseModel]:
+    """The arguments that a model may have. Those of a class that only plugins support are numbers."""
+    number: Any = bool | Annotated[float, Ge(-(2**14)), Le(2**14)] | None
+    fields: Any = {name: (kind, None) for name, kind in allowed_arguments(arch).items()}
+    arguments = create_table("Arguments", __config__=STRICT, **fields) if fields else dict[str, number]
+    hints = typing.get_type_hints(InputConfig, include_extras=True)
+    about = {"input_size": hints.pop("size"), LABELS: tuple[str, ...], **hints}
+    overlay = create_table("Overlay", __config__=STRICT, **{name: (kind | None, None) for name, kind in about.items()})
+    return create_table("Model", __config__=STRICT, args=(arguments, ...), overlay=(overlay | None, None))
 
 
 def check_classifier(arch: str, args: Mapping[str, object], on_meta: nn.Module) -> None:
@@ -219,7 +252,7 @@ def check_classifier(arch: str, args: Mapping[str, object], on_meta: nn.Module) 
             on_meta(torch.zeros(2, *size, device="meta"))
     except LIBRARY_ERRORS as error:
         message = f"timm builds {arch} with {args}, but the model rejects images of {size}: {_message(error)}"
-        raise InputError(message, hint=_next_step(arch, error)) from None
+        raise InputError(message, hint=CHANGE) from None
 
 
 def _message(error: Exception) -> str:
@@ -230,15 +263,6 @@ def _message(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "timm" in Path(frame.filename).parts]
     return f"{type(error).__name__}{f': {words}' if words else ''} in timm's `{(own or frames)[-1].line}`"
-
-
-def _next_step(arch: str, error: Exception) -> str:
-    """The hint for arguments that timm rejects."""
-    if (match := UNKNOWN.search(str(error))) is None:
-        return "change the argument in model.args, as in --set model.args.depth=12"
-    kind = getattr(sys.modules[timm.model_entrypoint(arch.split(".")[0]).__module__], match[1], None)
-    close = did_you_mean(match[2], inspect.signature(kind).parameters) if isinstance(kind, type) else ""
-    return f"remove {match[2]} from model.args{close}"
 
 
 def input_config(model: nn.Module) -> InputConfig:

@@ -18,10 +18,18 @@ import timm
 from torch import nn
 
 from vitcompress.errors import InputError, WeightsError
-from vitcompress.io.files import decode_json_values, read_json
+from vitcompress.io.files import decode_json_values, read_json, read_text
 from vitcompress.io.text import describe_value
 from vitcompress.models.arguments import Shapes, base_of, describe_shapes, read_arguments, shapes_of
-from vitcompress.models.create import LABELS, OVERLAY, create_model, create_on_meta, input_config, with_class_names
+from vitcompress.models.create import (
+    LABELS,
+    OVERLAY,
+    check_arguments,
+    create_model,
+    create_on_meta,
+    input_config,
+    with_class_names,
+)
 from vitcompress.models.preprocessing import NAMES, Preprocessing
 from vitcompress.models.weights import HUB, WeightFile, open_weights
 
@@ -93,6 +101,7 @@ def resolve_model(
     file = WeightFile() if str(weights) in NOT_FILES else open_weights(weights)
     if not (arch := arch or str(file.stated.get("model", ""))):
         raise InputError(f"{weights} does not name a timm architecture", hint=f"use --model NAME --weights {weights}")
+    check_arguments(arch, args)
     own = {name: value for name, value in args.items() if name != OVERLAY}
     chosen, sources = _arguments(arch, own, file, weights)
     if classes:
@@ -199,8 +208,8 @@ def _equal(first: Any, second: Any) -> bool:
 def load_class_names(path: Path) -> tuple[str, ...]:
     """The class names in a text file, one per line, or in a JSON list. Raises InputError."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path)
+    except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", "it is no UTF-8 text")
         raise InputError(f"{path} cannot be read: {reason}", hint=CLASSES_HINT) from None
     names = read_json(path) if text.lstrip().startswith("[") else [line.strip() for line in text.splitlines()]

@@ -12,14 +12,14 @@ from typing import Any, cast
 from vitcompress import surgery
 from vitcompress.bench.accuracy import EvaluateOptions, Evaluation, select_data
 from vitcompress.bench.plots import structure
-from vitcompress.bench.report import page
+from vitcompress.bench.report import page, records
 from vitcompress.bench.report import run as reports
 from vitcompress.bench.report.files import SETTINGS, match_rows
 from vitcompress.bench.report.records import ArtifactRecord, BenchRecord, BenchRow, FileAccuracy, Report
 from vitcompress.errors import ArtifactError, VitcompressError, first_line
 from vitcompress.exporters import exported_files
 from vitcompress.exporters.sidecar import DENSE, find_mismatches, read_sidecar
-from vitcompress.io.files import file_sha256, lock_folder, read_json, signed_files, write_json
+from vitcompress.io.files import file_sha256, lock_folder, signed_files, write_json
 from vitcompress.io.manifest import check_unchanged, record_changes
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
@@ -103,9 +103,9 @@ def write_report(job: Job) -> None:
     page.write_report(job.folder, current_report(job.folder, cast(Report, report)))
 
 
-def _read(path: Path) -> Any:
-    """The output of an earlier stage; None if it did not run."""
-    return read_json(path) if path.is_file() else None
+def _read(path: Path, kind: Any = Any) -> Any:
+    """The output of an earlier stage, of the type `kind`; None if it did not run."""
+    return reports.read_record(path, kind) if path.is_file() else None
 
 
 # ------------------------------------------------------------------------------------------------------- later commands
@@ -170,13 +170,13 @@ def current_report(folder: Path, report: Report) -> Report:
     hashes = {name: sha256 for sha256, equal in names.items() for name in equal}
     # Earlier versions recorded accuracies without a hash, which is that of the file when the report was written.
     before = {entry["file"]: entry["sha256"] for entry in report.get("artifacts") or () if entry["accuracy"]}
-    recorded = cast(dict[str, Any], _read(files.accuracy) or report.get("accuracy") or {})
+    recorded = cast(dict[str, Any], _read(files.accuracy, reports.ACCURACIES) or report.get("accuracy") or {})
     accuracy = {
         name: value
         for name, value in recorded.items()
         if "." not in name or value.get("sha256", before.get(name)) == hashes.get(name, "")
     }
-    measured = match_rows(_read(files.benchmark) or report.get("bench") or (), names)
+    measured = match_rows(_read(files.benchmark, list[BenchRecord]) or report.get("bench") or (), names)
     paths = [path for model in (DENSE, "model") for path in exported_files(folder, model)]
     artifacts = [entry for path in paths if (entry := _artifact(path, hashes[path.name], accuracy, measured))]
     return {
@@ -186,7 +186,7 @@ def current_report(folder: Path, report: Report) -> Report:
         "bench": measured or None,
         "artifacts": artifacts,
         "files": {entry["file"]: entry["bytes"] for entry in artifacts},
-        "verify": _read(files.verification) or report.get("verify"),
+        "verify": _read(files.verification, records.VerificationRecord) or report.get("verify"),
     }
 
 
@@ -259,7 +259,7 @@ def record_bench(artifacts: Iterable[str | Path], measured: BenchRecord, progres
         names = list_names(files.path, reports.read_report(files.path))
         if own := match_rows([measured], names):
             again = {key(row) for row in own[0]["rows"]}
-            old = match_rows(_read(files.benchmark) or (), names)
+            old = match_rows(_read(files.benchmark, list[BenchRecord]) or (), names)
             kept = (entry for entry in old if not again.issuperset(map(key, entry["rows"])))
             write_json(files.benchmark, [*own, *kept])
 
@@ -277,7 +277,8 @@ def record_accuracy(
         if replace(own, workers=used.workers) != used or options.preprocessing != Preprocessing():
             progress.note(f"not in the report of {files.path}: other images or preprocessing than those of the run")
             return
-        accuracy, mistakes = _read(files.accuracy) or {}, _read(files.mistakes) or {}
+        accuracy = _read(files.accuracy, reports.ACCURACIES) or {}
+        mistakes = _read(files.mistakes, dict[str, list[int]]) or {}
         for row in evaluation["rows"]:
             for name in names.get(row["sha256"] or "", ()):
                 if "/" not in name and name != files.weights.name:

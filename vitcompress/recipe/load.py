@@ -12,6 +12,7 @@ from typing import Any
 from vitcompress import recipes
 from vitcompress.errors import InputError, RecipeError
 from vitcompress.exporters.options import EIGHT_BITS
+from vitcompress.io.files import DEEPEST, parse_plain, read_text
 from vitcompress.io.text import format_range
 from vitcompress.io.validation import keys_hint, validate, validate_options
 from vitcompress.methods.options import OPTIONS, find_options
@@ -51,8 +52,8 @@ def load_recipe_of_run(path: Path) -> Recipe:
 def parse_toml(source: str, text: str) -> dict[str, Any]:
     """TOML as plain data. Raises RecipeError, which names `source`, if it is not TOML."""
     try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        return dict(parse_plain(tomllib.loads, text))
+    except ValueError as error:
         hint = "start from a working recipe: `vitcompress recipes show digits_hetdpt > mine.toml`"
         raise RecipeError(source, [f"not valid TOML: {error}"], hint=hint) from None
 
@@ -89,13 +90,12 @@ def read_table(what: str, source: str) -> tuple[str, dict[str, Any]]:
     names = list_names()
     if source in names or not (path.suffix == ".toml" or path.exists()):
         name, text = source, read(source)
-    elif path.exists() and not path.is_file():  # a pipe would be read without end
-        kind = "a folder" if path.is_dir() else "a pipe or a device"
-        raise InputError(f"{source} is {kind}, not a file", hint=f"write the name of a {what}, or of a .toml file")
+    elif path.is_dir():
+        raise InputError(f"{source} is a folder, not a file", hint=f"write the name of a {what}, or of a .toml file")
     else:
         try:
-            name, text = path.stem, path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
+            name, text = path.stem, read_text(path)
+        except ValueError:
             raise RecipeError(source, ["not a text file (UTF-8 expected)"]) from None
         except OSError as error:
             hint = f"write the name of a {what}, for example {min(names)}, or the path of a .toml file"
@@ -165,28 +165,28 @@ def _ineffective(sets: Sequence[str], steps: Sequence[Step]) -> list[str]:
 
 def _path(key: str) -> list[Any]:
     """`step[0].lr` and `step.0.lr` as ["step", 0, "lr"]."""
-    return [int(part) if part.isdigit() else part for part in re.findall(r"[^.\[\]\s]+", key)]
+    return [int(part) if part.isdecimal() and len(part) < 9 else part for part in re.findall(r"[^.\[\]\s]+", key)]
 
 
 def assign(data: dict[str, object], assignment: str) -> str | None:
     """Apply one `table.key=value`, in TOML syntax, to `data` in place. Returns the problem, if there is one."""
     key, equals, text = assignment.partition("=")
-    path = _path(key)
-    if not equals or not path or isinstance(path[0], int):
-        return f"--set {assignment}   expected table.key=value, as in finetune.epochs=10 or step.0.pruned_layers=4"
+    path, shown = _path(key), f"{assignment:.80}"
+    if not equals or not path or isinstance(path[0], int) or len(path) > DEEPEST:
+        return f"--set {shown}   expected table.key=value, as in finetune.epochs=10 or step.0.pruned_layers=4"
     try:
         value = _value(text.strip()) if text.strip() else REMOVED
-    except tomllib.TOMLDecodeError:
-        return f'--set {assignment}   {text.strip()!r} is not a TOML value, as in 3, 0.5, true, "text", [1, 2]'
+    except ValueError:
+        return f'--set {shown}   {text.strip()!r:.60} is not a TOML value, as in 3, 0.5, true, "text", [1, 2]'
     target: Any = data
     for number, part in enumerate(path):
         last = number == len(path) - 1
         if isinstance(target, list) and isinstance(part, int) and part >= len(target):
-            return f"--set {assignment}   there is no number {part}, but {format_range(0, len(target) - 1)}"
+            return f"--set {shown}   there is no number {part}, but {format_range(0, len(target) - 1)}"
         if isinstance(target, list) and (not isinstance(part, int) or (last and value is REMOVED)):
-            return f"--set {assignment}   a list of {len(target)}: write its number, as in step.0.method"
+            return f"--set {shown}   a list of {len(target)}: write its number, as in step.0.method"
         if not isinstance(target, list) and not (isinstance(target, dict) and isinstance(part, str)):
-            return f"--set {assignment}   there is no such place in the recipe"
+            return f"--set {shown}   there is no such place in the recipe"
         if not last:
             target = target[part] if isinstance(target, list) else target.setdefault(part, {})
         elif value is REMOVED and isinstance(target, dict):
@@ -200,7 +200,7 @@ def _value(text: str) -> Any:
     """A TOML value; a single bare word is text, because shells remove quotes."""
     if re.fullmatch(r"[A-Za-z_/~.][\w./:~+-]*", text) and text not in ("true", "false", "inf", "nan"):
         return text
-    parsed = tomllib.loads(f"value = {text}")
+    parsed = parse_plain(tomllib.loads, f"value = {text}")
     if set(parsed) != {"value"}:
-        raise tomllib.TOMLDecodeError("more than one value")
+        raise ValueError("more than one value")
     return parsed["value"]

@@ -74,7 +74,9 @@ class ProtocolTable:
 
     protocol: Annotated[Literal["paper", "robust"], Doc("`vitcompress bench --help` describes both")] = "robust"
     batch: Annotated[Positive | None, Doc("images per call; None: the protocol's value")] = None
-    warmup: Annotated[int | None, Ge(0), Doc("calls before the measurement; None: the protocol's value")] = None
+    warmup: Annotated[int | None, Ge(0), Le(2**20), Doc("calls before the measurement; None: the protocol's value")] = (
+        None
+    )
     runs: Annotated[Positive | None, Doc("measured calls; None: the protocol's value")] = None
 
     @property
@@ -97,7 +99,7 @@ class BenchTable(ProtocolTable):
 class RunTable:
     """Where and how everything runs."""
 
-    seed: Annotated[int, Ge(0), Doc("of all random numbers")] = 0
+    seed: Annotated[int, Ge(0), Le(2**63 - 1), Doc("of all random numbers")] = 0
     device: Annotated[str, Doc("`auto`, `cpu`, `cuda`, `cuda:1`, `mps`")] = "auto"
     amp: Annotated[Literal["none", "fp16", "bf16"], Doc("half precision while training")] = "none"
     threads: Annotated[

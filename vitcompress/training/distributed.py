@@ -10,6 +10,7 @@ import hashlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -21,6 +22,7 @@ from vitcompress.errors import DeviceError, InputError
 from vitcompress.io import hardware
 
 Amp = Literal["none", "fp16", "bf16"]
+PATIENCE = timedelta(minutes=30)  # for other processes: one that is gone ends all of them
 _AMP_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -88,7 +90,7 @@ def start(device: str = "auto", amp: Amp = "none", workers: int = 0) -> Runtime:
     chosen = check_device(device, amp, int(os.environ.get("LOCAL_RANK", "0")))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1 and not distributed.is_initialized():
-        distributed.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+        distributed.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=PATIENCE)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     return Runtime(chosen, amp, int(os.environ.get("RANK", "0")), world_size, workers)

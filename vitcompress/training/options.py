@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 from annotated_types import Ge, Gt, Le, Lt
+from pydantic import StringConstraints
 
 from vitcompress.io.validation import Doc
 from vitcompress.models.preprocessing import Preprocessing
@@ -16,6 +17,7 @@ _SOURCES = (
     "`digits` or `tinted` (built in, from scikit-learn), `imagefolder` (`path`/<split>/<class>/<image>), `timm:NAME` "
     "(data set in `path`)"
 )
+POLICY = StringConstraints(pattern=r"^((original|v0)r?|3a|rand|augmix)(-(inc|mmax|[a-z])\d{1,2}(\.\d+)?|-mstd[\d.]+)*$")
 Share = Annotated[float, Ge(0), Le(1)]
 Fraction = Annotated[float, Ge(0), Lt(1)]
 Distillation = Literal["none", "hard", "soft", "soft_patch", "features"]
@@ -30,7 +32,7 @@ class DataOptions(Preprocessing):
     train_split: Annotated[str | None, Doc("name of the training split; None: train")] = None
     test_split: Annotated[str | None, Doc("name of the test split; None: val, validation or test")] = None
     heldout: Annotated[Fraction, Doc("share of the training images that are held out for choices")] = 0.1
-    workers: Annotated[int, Ge(0), Doc("processes that load images; 0: the main process loads them")] = 0
+    workers: Annotated[int, Ge(0), Le(1024), Doc("processes that load images; 0: the main process loads them")] = 0
     broken: Annotated[
         Literal["error", "skip"],
         Doc("images that cannot be read: `skip` leaves them out, and decodes all images first"),
@@ -49,7 +51,7 @@ class Augmentation:
         bool,
         Doc("disable crop, flip, colour and erasing; mixup, cutmix, smoothing, repeats and noise are set separately"),
     ] = True
-    auto_augment: Annotated[str | None, Doc("timm's policy string; disables colour jitter")] = None
+    auto_augment: Annotated[str | None, POLICY, Doc("timm's policy string; disables colour jitter")] = None
     color_jitter: Annotated[float, Ge(0), Doc("strength; 0: off")] = 0.0
     hflip: Annotated[Share, Doc("share of images that are flipped")] = 0.5
     scale: Annotated[tuple[float, float], Doc("area of the random crop, as a share of the image")] = (0.08, 1.0)
@@ -61,7 +63,7 @@ class Augmentation:
     mixup_prob: Annotated[Share, Doc("share of batches with mixup or CutMix")] = 1.0
     mixup_switch_prob: Annotated[Share, Doc("share of those with CutMix, where both are on")] = 0.5
     smoothing: Annotated[Fraction, Doc("label smoothing")] = 0.0
-    repeats: Annotated[int, Ge(0), Doc("views of an image per pass (repeated augmentation); 0 or 1: off")] = 0
+    repeats: Annotated[int, Ge(0), Le(1024), Doc("views of an image per pass (repeated augmentation); 0 or 1: off")] = 0
     noise: Annotated[float, Ge(0), Doc("standard deviation of Gaussian noise on the normalised pixels")] = 0.0
 
     @property
@@ -74,8 +76,8 @@ class Augmentation:
 class TrainOptions:
     """How a model is trained."""
 
-    epochs: Annotated[int, Ge(0), Doc("passes over the training images")] = 10
-    batch_size: Annotated[int, Ge(1), Doc("images of one optimiser step, over all processes")] = 128
+    epochs: Annotated[int, Ge(0), Le(100_000), Doc("passes over the training images")] = 10
+    batch_size: Annotated[int, Ge(1), Le(2**20), Doc("images of one optimiser step, over all processes")] = 128
     accumulate: Annotated[int, Ge(1), Doc("number of parts into which each process splits its share of a batch")] = 1
     optimizer: Annotated[str, Doc("name of a timm optimiser")] = "adamw"
     lr: Annotated[float, Ge(0), Doc("peak learning rate")] = 1e-3

@@ -16,9 +16,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bars
 from rich.syntax import Syntax
 from rich.table import Table as RichTable
-from rich.text import Text
+from rich.text import Text as RichText
 
-from vitcompress.errors import CheckFailedError, InputError, RecipeError, VitcompressError
+from vitcompress.errors import LONGEST_LINE, CheckFailedError, InputError, RecipeError, VitcompressError, printable
 from vitcompress.io.files import format_json
 from vitcompress.io.progress import Progress
 from vitcompress.io.text import Table
@@ -27,6 +27,11 @@ PIPE_WIDTH = 120
 UNLIMITED = 10_000  # characters
 STYLES = {"passed": "green", "failed": "bold red", "not run": "yellow"}
 TITLES = {InputError: "invalid input", CheckFailedError: "check failed"}
+
+
+def Text(text: str, style: str = "") -> RichText:
+    """Text to print: names from files may be long, and contain what a terminal acts on."""
+    return RichText(printable(text, LONGEST_LINE), style=style)
 
 
 def stream_console(*, stderr: bool) -> Console:
@@ -40,12 +45,12 @@ def print_json(value: Any) -> None:
     def convert(item: Any) -> object:
         return asdict(item) if is_dataclass(item) and not isinstance(item, type) else str(item)
 
-    print_text(format_json(value, default=convert))
+    click.echo(format_json(value, default=convert))
 
 
 def print_text(text: str) -> None:
     """Plain text on standard output, not wrapped."""
-    click.echo(text.rstrip("\n"))
+    click.echo(printable(text.rstrip("\n")))
 
 
 def print_line(text: str) -> None:
@@ -57,6 +62,7 @@ def print_document(text: str, kind: Literal["toml", "markdown"]) -> None:
     """A document on standard output, coloured or rendered in a terminal."""
     if sys.stdout is None or not sys.stdout.isatty():
         return print_text(text)
+    text = printable(text)
     rendered = Markdown(text) if kind == "markdown" else Syntax(text, kind, background_color="default")
     stream_console(stderr=False).print(rendered)
 

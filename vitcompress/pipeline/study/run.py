@@ -25,6 +25,7 @@ from vitcompress.pipeline.study.spec import Run, Study
 from vitcompress.training.data import check_named
 from vitcompress.training.distributed import cpu_threads
 
+MOST = 1000  # seeds, and runs at a time
 MARK = "of_study.json"  # tells which study a folder belongs to
 
 
@@ -50,8 +51,8 @@ class StudyOptions:
         With several jobs, the dense models of different seeds are trained at the same time.
         """
         for name, value in (("seeds", self.seeds), ("jobs", self.jobs)):
-            if value < 1:
-                raise InputError(f"{name} must be 1 or more, got {value}", hint=f"use --{name} 1 or more")
+            if not 1 <= value <= MOST:
+                raise InputError(f"{name} must be 1 or more, got {value}", hint=f"use --{name} from 1 to {MOST}")
         pairs, folder = product(study.rows, range(self.seeds)), self.folder(study)
         recipes = ((row, seed, replace(row.recipe, run=replace(row.recipe.run, seed=seed))) for row, seed in pairs)
         return tuple(Run(row, seed, folder / f"{row.name}-seed{seed}", recipe) for row, seed, recipe in recipes)
