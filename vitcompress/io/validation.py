@@ -40,6 +40,16 @@ def Doc(text: str) -> Any:
     return Field(description=text)
 
 
+def Matching(pattern: str) -> Any:
+    """Limits text to a regular expression."""
+    return Field(pattern=pattern)
+
+
+def create_table(**types: Any) -> type[BaseModel]:
+    """A table whose keys have these `types`."""
+    return create_model("Table", __config__=STRICT, **{name: (kind, None) for name, kind in types.items()})
+
+
 def from_plain(kind: type[T], data: object) -> T:
     """An instance of the dataclass `kind`, with the dataclasses in its fields, from data that `asdict` wrote."""
     return TypeAdapter(kind).validate_python(data)

@@ -10,9 +10,10 @@ from typing import Annotated, Any
 
 import timm
 from annotated_types import Ge, Le, Len
-from pydantic import StringConstraints
 from timm.models import beit, eva, pvt_v2, swin_transformer, vision_transformer
 from torch import nn
+
+from vitcompress.io.validation import Matching
 
 Shapes = Mapping[str, tuple[int, ...]]
 Rule = Callable[[Shapes], object]
@@ -138,7 +139,7 @@ MOST = {"depth": 256, "depths": 256, "num_classes": 2**20, "mlp_ratio": 64, "mlp
 PLAIN_TYPES: dict[Any, Callable[[int], Any]] = {
     int: lambda most: Annotated[int, Ge(0), Le(most)],
     float: lambda most: Annotated[float, Ge(-most), Le(most)],
-    str: lambda most: Annotated[str, StringConstraints(pattern=r"^[\w.]{0,40}$")],  # no path
+    str: lambda most: Annotated[str, Matching(r"^[\w.]{0,40}$")],  # no path
     **{kind: lambda most, kind=kind: kind for kind in (bool, type(None))},  # type: ignore[misc]
 }
 SHOWN = ("embed_dim", "embed_dims", "depth", "depths", "patch_size", "img_size", "num_classes")

@@ -13,8 +13,6 @@ from typing import Annotated, Any, Literal
 import timm
 import torch
 from annotated_types import Ge, Gt, Le
-from pydantic import BaseModel
-from pydantic import create_model as create_table
 from timm.data import resolve_model_data_config
 from timm.layers import DropPath
 from torch import nn
@@ -23,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from vitcompress.errors import InputError, WeightsError, close_matches, first_line
 from vitcompress.families import prepare_model
 from vitcompress.io.tensors import LIBRARY_ERRORS
-from vitcompress.io.validation import STRICT, validate
+from vitcompress.io.validation import create_table, validate
 from vitcompress.models.arguments import allowed_arguments
 from vitcompress.models.preprocessing import NAMES, Crop, Filter
 from vitcompress.models.weights import USE_FILE, check_hub, load_weights
@@ -230,15 +228,15 @@ def check_arguments(arch: str, args: Mapping[str, object]) -> None:
 
 
 @lru_cache
-def _table(arch: str) -> type[BaseModel]:
+def _table(arch: str) -> Any:
     """The arguments that a model may have. Those of a class that only plugins support are numbers."""
     number: Any = bool | Annotated[float, Ge(-(2**14)), Le(2**14)] | None
-    fields: Any = {name: (kind, None) for name, kind in allowed_arguments(arch).items()}
-    arguments = create_table("Arguments", __config__=STRICT, **fields) if fields else dict[str, number]
+    allowed = allowed_arguments(arch)
     hints = typing.get_type_hints(InputConfig, include_extras=True)
     about = {"input_size": hints.pop("size"), LABELS: tuple[str, ...], **hints}
-    overlay = create_table("Overlay", __config__=STRICT, **{name: (kind | None, None) for name, kind in about.items()})
-    return create_table("Model", __config__=STRICT, args=(arguments, ...), overlay=(overlay | None, None))
+    overlay: Any = create_table(**{name: kind | None for name, kind in about.items()})
+    arguments: Any = create_table(**allowed) if allowed else dict[str, number]
+    return create_table(args=arguments, overlay=overlay | None)
 
 
 def check_classifier(arch: str, args: Mapping[str, object], on_meta: nn.Module) -> None:

@@ -4,9 +4,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import StringConstraints
 
-from vitcompress.io.validation import Doc
+from vitcompress.io.validation import Doc, Matching
 from vitcompress.models.preprocessing import Preprocessing
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ _SOURCES = (
     "`digits` or `tinted` (built in, from scikit-learn), `imagefolder` (`path`/<split>/<class>/<image>), `timm:NAME` "
     "(data set in `path`)"
 )
-POLICY = StringConstraints(pattern=r"^((original|v0)r?|3a|rand|augmix)(-(inc|mmax|[a-z])\d{1,2}(\.\d+)?|-mstd[\d.]+)*$")
+POLICY = Matching(r"^((original|v0)r?|3a|rand|augmix)(-(inc|mmax|[a-z])\d{1,2}(\.\d+)?|-mstd[\d.]+)*$")
 Share = Annotated[float, Ge(0), Le(1)]
 Fraction = Annotated[float, Ge(0), Lt(1)]
 Distillation = Literal["none", "hard", "soft", "soft_patch", "features"]
