@@ -23,6 +23,7 @@ PARTS: dict[str, Callable[[Options], Iterator[Line]]] = {
     "dense": speed.run_dense,
     "screens": cost.run_proxies,
     "exploration": cost.time_exploration,
+    "int8": speed.run_int8,
     "gpu": speed.run_gpu,
 }
 PAPER = {"batch": 256, "runs": 100}  # defaults of the part `gpu`

@@ -20,6 +20,7 @@ from vitcompress.exporters.onnx.libraries import RTX
 from vitcompress.exporters.onnx.providers import CUDA, TENSORRT
 from vitcompress.exporters.onnx.runner import OnnxRunner
 from vitcompress.exporters.options import ExportOptions
+from vitcompress.exporters.quantize.calibrate import calibrate
 from vitcompress.exporters.runtimes import RunnerOptions
 from vitcompress.exporters.tensorrt.flavours import capability
 from vitcompress.families import family_of
@@ -52,6 +53,14 @@ GPU_FORMS = {  # on the CPU only the first precision
     "trt": ("fp32", "tf32", "fp16", "bf16"),
     "trt-rtx": ("fp32", "fp16", "bf16"),
 }
+SERVED = {  # files that are compared with that of the dense model in fp32 in ONNX Runtime
+    "ONNX Runtime fp32": ("onnx", "fp32"),
+    "ONNX Runtime int8": ("onnx", "int8"),
+    "OpenVINO bf16": ("openvino", "bf16"),
+    "OpenVINO int8+bf16": ("openvino", "int8+bf16"),
+}
+RANGE_IMAGES = 12  # of noise: no time depends on the ranges
+QUANTIZED = ("deit_s_hetdpt", "deit_s_sero_70", "deit_iso_2_6g", "hetdpt_plus_2_4g", "up_deit_s")
 PROVIDERS = (CUDA, TENSORRT, RTX)  # of ONNX Runtime
 
 
@@ -106,6 +115,28 @@ def run_pruned(options: Options) -> Iterator[Line]:
     dense = create_model(SERO_ARCH)
     for layout, widths in SERO.items():
         yield realised(f"deit_b_sero {layout}", dense, keep_widths(dense, *widths, layout == "padded"), options)
+
+
+def run_int8(options: Options) -> Iterator[Line]:
+    """Dense and pruned files in fp32, bf16 and int8 over the dense one in fp32, all interleaved, at batch 1 and 8."""
+    settings = replace(options.bench, batch=(1, 8))
+    for name in QUANTIZED:
+        dense, pruned = prune_recipe(name)
+        models = {"dense": dense, name: vc.fold(pruned)}
+        with TemporaryDirectory() as folder:
+            files = {
+                f"{label}, {where}": write(
+                    model, Path(folder) / f"{label} {precision}".replace(" ", "-"), form, ExportOptions(precision)
+                )
+                for label, model in models.items()
+                for where, (form, precision) in SERVED.items()
+            }
+            bench = suite.run(list(files.values()), settings)
+        names = dict(zip(map(str, files.values()), files, strict=True))
+        conditions = bench.machine["conditions"]
+        for ratio in bench.ratios:
+            what = f"{name}: {names[ratio['b']]}, batch {ratio['batch']}"
+            yield {"what": what, "ratio": ratio["median"], **ratio, "conditions": conditions}
 
 
 def prune_recipe(name: str, changes: Sequence[str] = ()) -> tuple[nn.Module, nn.Module]:
@@ -191,7 +222,9 @@ def write(model: nn.Module, path: Path, form: str, options: ExportOptions) -> Pa
         return path
     exporter = available_exporter(form, hint="")
     path = path.with_name(f"{path.name}{exporter.suffix}")
-    return exporter.export(model, path, input=input_config(model), options=options.only(exporter.uses)).path
+    config = input_config(model)
+    ranges = partial(calibrate, images=artifacts.synthetic_images(config.size, RANGE_IMAGES, 0), precision="int8")
+    return exporter.export(model, path, input=config, options=options.only(exporter.uses), calibrate=ranges).path
 
 
 def time_ratio(what: str, a: timing.Samples, b: timing.Samples) -> Line:
