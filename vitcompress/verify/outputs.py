@@ -23,8 +23,8 @@ one and 0.9 %): d is 24 %. The error is at most what the steps of the file expla
 
 saturation: a file in int8 is also computed exactly. Processors without VNNI may add 8-bit products in 16 bits; served
 and exact logits must not differ by more than half of what int8 itself changes. emulation: nor may exact logits and
-those of the model in torch with the same roundings, in which it may have been trained. Sums are rounded differently, so
-that some values round to the next step; with other ranges or weights, the errors would be independent.
+those of the model in torch with the same roundings, in the root mean square. Sums are rounded differently, so that some
+values round to the next step; with other ranges, the errors would be independent.
 """
 
 import math
@@ -294,9 +294,9 @@ def _arithmetic_checks(
     if settings:
         with EightBitProducts(original.model, settings):
             emulated = torch.cat([original.model(part).double() for part in torch.split(images, EMULATED_BATCH)])
-        difference = largest_difference(emulated, exact)
-        detail = "the model with rounded products from the file, exactly computed, over the file from the exact model"
-        yield limit_check(f"{name}.emulation", difference / own, MOST_SATURATION, detail)
+        ratio = float((emulated - exact).norm() / ((original.exact(images) - exact).norm() or 1.0))
+        detail = "root mean square: model with rounded products from file, exactly computed, over file from exact model"
+        yield limit_check(f"{name}.emulation", ratio, MOST_SATURATION, detail)
 
 
 def _quantization(path: Path) -> Quantization | None:
