@@ -85,6 +85,7 @@ class Sidecar(_Table):
     source: dict[str, str]
     build: _Build
     verified: bool
+    speed: dict[str, object] = {}  # missing in files of earlier versions
     islands_search: _Search | Annotated[dict[str, object], Field(max_length=0)]
     verification: _Verification | None = None
 
