@@ -11,11 +11,10 @@ from torch import nn
 
 from vitcompress.errors import InputError
 from vitcompress.exporters.options import ExportOptions
-from vitcompress.exporters.precision import HALF
 from vitcompress.exporters.runner import Runner, RunnerOptions
 from vitcompress.exporters.sidecar import FORMAT, sidecar_path
 from vitcompress.families import family_of
-from vitcompress.io.files import file_sha256, write_file, write_json
+from vitcompress.io.files import convert_write_errors, file_sha256, write_file, write_json
 from vitcompress.io.progress import Progress
 from vitcompress.models.create import InputConfig
 
@@ -177,26 +176,24 @@ class Exporter:
         )
 
 
-def write_with_data(path: Path, write: Callable[[Path], None]) -> tuple[str, ...]:
-    """Write a file and its data files in a folder beside `path`, then move first the data into place.
+def write_with_data(path: Path, write: Callable[[Path], None], stale: Iterable[Path] = ()) -> tuple[str, ...]:
+    """Write a file and its data files in a folder beside `path`, then move first the data into place, last a sidecar.
 
-    write(target): writes a file with the name of `path`, and any others beside it. Returns the names of all files.
+    write(target): writes a file with the name of `path`, and any others beside it. Returns the names of both.
+    stale: files that are removed before they are moved.
     """
-    names = [path.name]
-
-    def fill(beside: Path) -> None:
+    with convert_write_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.", suffix=".part") as folder:
             target = Path(folder) / path.name
             write(target)
-            data = [file for file in sorted(target.parent.iterdir()) if file != target]
-            sidecar_path(path).unlink(missing_ok=True)  # it describes the file that is replaced now
-            for file in data:
+            sidecar = sidecar_path(target)
+            data = sorted({*target.parent.iterdir()} - {target, sidecar})
+            for old in (sidecar_path(path), *stale):  # the first one describes the file that is replaced now
+                old.unlink(missing_ok=True)
+            for file in (*data, target, *([sidecar] if sidecar.exists() else [])):
                 write_file(path.parent / file.name, file.replace)
-            target.replace(beside)
-            names.extend(file.name for file in data)
-
-    write_file(path, fill)
-    return tuple(names)
+    return path.name, *(file.name for file in data)
 
 
 def record_export(path: Path, files: Iterable[str], source: Exported | None = None, **fields: Any) -> Exported:
@@ -225,16 +222,3 @@ def unequal_widths(model: nn.Module) -> dict[str, tuple[int, int]]:
         if space.attention and not getattr(model.get_submodule(space.attention), "padded", False):
             widths.setdefault(space.attention, {})[space.kind] = space.size // space.heads
     return {name: (kinds["qk"], kinds["v"]) for name, kinds in widths.items() if len(set(kinds.values())) > 1}
-
-
-def unfused_warnings(model: nn.Module, precision: str) -> list[str]:
-    """A warning if attentions of `model` cannot become one fused kernel; none in fp32, which has no fused kernels."""
-    if precision not in HALF or not (names := list(unequal_widths(model))):
-        return []
-    listed = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
-    return [
-        f"{len(names)} attention{'s' * (len(names) > 1)} ({listed}) with heads whose q and k are not as wide as v, "
-        "which TensorRT for RTX 1.7 does not fuse into one kernel; for engines prune with layout padded (SERo: --set "
-        "step.0.layout=padded), or keep the width of heads (isomorphic, under a rotary embedding: --set "
-        "step.0.keep_head_dim=1)"
-    ]

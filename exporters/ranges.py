@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.module_tracker import ModuleTracker
 
 from vitcompress.errors import PrecisionError
@@ -54,7 +54,7 @@ def scan_ranges(model: nn.Module, images: Tensor) -> Ranges:
             hook.remove()
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
-            _raise_to(largest.inside, name, float(parameter.abs().max()))
+            _raise_to(largest.inside, name, parameter)
     return Ranges(largest.inside, largest.outputs)
 
 
@@ -66,51 +66,47 @@ class _Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.tracker = ModuleTracker()
         self.inside: dict[str, float] = {}
         self.outputs: dict[str, float] = {}
-        self.measuring = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) and out.is_floating_point() and not self.measuring and not func.is_view:
+        if isinstance(out, Tensor) and out.is_floating_point() and not func.is_view:
             # The innermost active module, by its path without the model's own name.
             innermost = max(self.tracker.parents - {"Global"}, key=lambda path: path.count("."), default="")
-            _raise_to(self.inside, str(innermost).partition(".")[2], self._magnitude(out))
+            _raise_to(self.inside, str(innermost).partition(".")[2], out)
         return out
 
     def record_output(self, name: str, out: Any) -> None:
         for tensor in out if isinstance(out, tuple) else (out,):
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                _raise_to(self.outputs, name, self._magnitude(tensor))
-
-    def _magnitude(self, tensor: Tensor) -> float:
-        self.measuring = True
-        largest = float(tensor.detach().abs().max()) if tensor.numel() else 0.0
-        self.measuring = False
-        return largest
+                with _disable_current_modes():
+                    _raise_to(self.outputs, name, tensor)
 
 
-def _raise_to(values: dict[str, float], name: str, value: float) -> None:
-    before = values.get(name, 0.0)
+def _raise_to(values: dict[str, float], name: str, tensor: Tensor) -> None:
+    """Raise a value to the largest magnitude of `tensor`."""
+    before, value = values.get(name, 0.0), float(tensor.detach().abs().max()) if tensor.numel() else 0.0
     if before == before and not value <= before:  # NaN counts as larger than any number
         values[name] = value
 
 
-def required_layers(model: nn.Module, ranges: Ranges) -> tuple[str, ...] | None:
-    """The smallest parts of `model` that must stay in fp32 to avoid overflows; None if no part is enough.
+def required_layers(model: nn.Module, ranges: Ranges, islands: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """The smallest parts of `model` that must stay in fp32, beside `islands`, to avoid overflows.
 
     These are the modules that overflow or, if their outputs are too large as well, the first module around each whose
-    outputs fit into fp16; the outputs of a classifier stay in fp32.
+    outputs fit into fp16; the outputs of a classifier stay in fp32. Raises PrecisionError if no part is enough.
     """
+    overflows = find_overflows(model, ranges, islands)
     classifier = set(classifier_layers(model))
     attentions = {space.attention for space in family_of(model).spaces(model) if space.attention}
     layers = set()
-    for name in ranges.overflowing():
+    for name in overflows:
         if name in attentions and ranges.outputs.get(name, 0.0) <= LARGEST:
             layers.add(f"{name}{SOFTMAX}")
             continue
         while name and name not in classifier and not ranges.outputs.get(name, 0.0) <= LARGEST:
             name = name.rpartition(".")[0]
         if not name:
-            return None
+            raise _overflow_error(overflows, ())
         layers.add(name)
     return tuple(sorted(layers))
 
@@ -141,16 +137,9 @@ def check_fp16(
     """
     ranges = scan_ranges(model, images)
     if overflows := find_overflows(model, ranges, islands):
-        layers = required_layers(model, Ranges(overflows, ranges.outputs)) if offer_islands else None
+        layers = required_layers(model, ranges, islands) if offer_islands else ()
         raise _overflow_error(overflows, (*islands, *layers) if layers else ())
     return ranges
-
-
-def check_layers_help(model: nn.Module, ranges: Ranges, islands: tuple[str, ...] = ()) -> None:
-    """Raise PrecisionError if no fp32 layers beside `islands` avoid an overflow in fp16, before any are tried."""
-    overflows = find_overflows(model, ranges, islands)
-    if overflows and required_layers(model, Ranges(overflows, ranges.outputs)) is None:
-        raise _overflow_error(overflows, ())
 
 
 def _overflow_error(overflows: Mapping[str, float], islands: tuple[str, ...]) -> PrecisionError:

@@ -51,17 +51,37 @@ class RunnerOptions:
 
 
 class BoundCall:
-    """A forward pass as a call; some time themselves with `timed`. step: runs it, and references all that it needs."""
+    """A forward pass as a call; some time themselves with `timed`.
 
-    def __init__(self, step: Callable[[], object]) -> None:
-        self.step = step
+    step: runs it. values: what `step` needs without referencing it.
+    """
+
+    def __init__(self, step: Callable[[], object], *values: object) -> None:
+        self.step, self._values = step, values
 
     def __call__(self) -> None:
         self.step()
 
     def release(self) -> None:
         """Free everything that the call references; later calls raise a VitcompressError."""
-        self.step = _raise_closed
+        self.step, self._values = _raise_closed, ()
+
+    @staticmethod
+    def add_transfers(run: Callable[[], Tensor], images: Tensor, logits: Tensor) -> Callable[[], None]:
+        """`run` between copies of `images` from, and of its logits to, memory of the host, on the same stream.
+
+        logits: of a run, for their shape. No run waits for copies of page-locked memory.
+        """
+        on_cuda = images.device.type == "cuda"
+        source, target = (torch.empty_like(one, device="cpu", pin_memory=on_cuda) for one in (images, logits))
+        source.copy_(images)
+
+        @torch.inference_mode()
+        def step() -> None:
+            images.copy_(source, non_blocking=True)
+            target.copy_(run(), non_blocking=True)
+
+        return step
 
 
 def _raise_closed() -> None:
@@ -71,8 +91,8 @@ def _raise_closed() -> None:
 class QueuedCall(BoundCall):
     """A call whose `step` queues one pass on the CUDA stream `stream` and does not wait for it."""
 
-    def __init__(self, step: Callable[[], object], stream: Any) -> None:
-        super().__init__(step)
+    def __init__(self, step: Callable[[], object], stream: Any, *values: object) -> None:
+        super().__init__(step, *values)
         self.stream = stream
 
     def __call__(self) -> None:
@@ -98,6 +118,19 @@ class QueuedCall(BoundCall):
             self.stream.synchronize()
             wall = 1000.0 * (time.perf_counter() - start)
         return [float(a.elapsed_time(b)) for a, b in pairwise(marks)], wall
+
+    @staticmethod
+    def record_graph(run: Callable[[], Tensor], stream: Any) -> Callable[[], Tensor]:
+        """`run` as a CUDA graph, recorded on `stream`. Each replay writes the tensor that `run` returned."""
+        graph: Any = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            logits = run()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return logits
+
+        return replay
 
 
 # Keys of every runner's description, with the values for runtimes without such a property.

@@ -10,9 +10,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from vitcompress.errors import ArtifactError
+from vitcompress.io.checks import Check
 from vitcompress.io.files import decode_json_values, file_sha256, find_changed_files, lock_folder, read_json, write_json
 from vitcompress.io.manifest import check_unchanged
-from vitcompress.io.validation import describe_errors
+from vitcompress.io.validation import validate
 from vitcompress.models.create import InputConfig
 
 FORMAT = 1
@@ -34,15 +35,6 @@ class _Table(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
 
-class _Check(_Table):
-    name: str
-    verdict: Literal["passed", "failed", "not_run"]
-    value: float | None = None
-    tolerance: float | None = None
-    detail: str = ""
-    command: str | None = None
-
-
 class _Build(_Table):
     """Keys that not all runtimes have may be missing, but have one type."""
 
@@ -54,12 +46,12 @@ class _Build(_Table):
     optimization_level: int | None = None
     hardware_compatible: str | None = None
     version_compatible: bool = False
-    truth: list[_Check] = []
+    truth: list[Check] = []
 
 
 class _Verification(_Table):
     verdict: str
-    checks: list[_Check]
+    checks: list[Check]
 
 
 class _Search(_Table):
@@ -102,13 +94,10 @@ def read_sidecar(path: Path) -> dict[str, Any] | None:
     sidecar = sidecar_path(path)
     if not sidecar.is_file():
         return None
-    data = read_json(sidecar)
-    try:
-        Sidecar.model_validate(data)
-    except ValidationError as error:
-        wrong = [" ".join(line.split()) for line in describe_errors(error, Sidecar)]
-        more = [f"and {len(wrong) - MOST_PROBLEMS} more"] if len(wrong) > MOST_PROBLEMS else []
-        raise _unusable(sidecar, "; ".join([*wrong[:MOST_PROBLEMS], *more])) from None
+    data, problems = read_json(sidecar), list[str]()
+    if validate(Sidecar, data, "", problems) is None:
+        more = [f"and {len(problems) - MOST_PROBLEMS} more"] if len(problems) > MOST_PROBLEMS else []
+        raise _unusable(sidecar, "; ".join([*(" ".join(line.split()) for line in problems[:MOST_PROBLEMS]), *more]))
     if path.name not in data["files"]:
         raise _unusable(sidecar, f"{path.name} is missing from its files")
     return dict(data)

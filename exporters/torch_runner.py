@@ -61,60 +61,36 @@ class TorchRunner(Runner):
 
     @torch.inference_mode()
     def _forward(self, images: Tensor) -> Tensor:
-        self._apply_settings()
-        with self._attention():
+        with self._apply_settings():
             out: Tensor = self._call(images)
         return out
 
     def _bind(self, images: Tensor) -> BoundCall:
         resident = images.to(self._device, self._type)
         run = self._record(resident) if self._options.cuda_graph else partial(self._forward, resident)
-        host, output = (self._host_copy(images), self._host_copy(run())) if self._transfers else (None, None)
-
-        @torch.inference_mode()
-        def step() -> None:
-            if host is not None:
-                resident.copy_(host, non_blocking=True)
-            logits = run()
-            if output is not None:
-                output.copy_(logits, non_blocking=True)  # no run waits for it, or for page-locked memory
-
+        step = BoundCall.add_transfers(run, resident, run()) if self._transfers else run
         on_cuda = self._device.type == "cuda"
         return QueuedCall(step, torch.cuda.current_stream(self._device)) if on_cuda else BoundCall(step)
-
-    def _host_copy(self, tensor: Tensor) -> Tensor:
-        """Images or logits in (page-locked) memory of the host."""
-        host = tensor.to("cpu", self._type)
-        return host.pin_memory() if self._device.type == "cuda" else host
 
     @torch.inference_mode()
     def _record(self, resident: Tensor) -> Callable[[], Tensor]:
         """One run as a CUDA graph. Kernels are chosen and memory is allocated before it is recorded."""
-        self._apply_settings()
         create_stream: Any = torch.cuda.Stream
         side = create_stream(self._device)  # recording uses it, too: a stream of this GPU, whichever is the current one
         side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(side), self._attention():
+        with torch.cuda.stream(side), self._apply_settings():
             for _ in range(RUNS_BEFORE_RECORDING):
                 self._call(resident)
-            graph: Any = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=side):
-                logits: Tensor = self._call(resident)
+            replay = QueuedCall.record_graph(partial(self._call, resident), side)
         torch.cuda.current_stream(self._device).wait_stream(side)
-
-        def replay() -> Tensor:
-            graph.replay()
-            return logits
-
         return replay
 
-    def _apply_settings(self) -> None:
+    def _apply_settings(self) -> AbstractContextManager[Any]:
+        """Set the settings of the process. Returns the context in which attention uses the selected backend."""
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads or 1)
         if self._device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self._precision == "tf32"
-
-    def _attention(self) -> AbstractContextManager[Any]:
         backend = SDPA[self._options.sdpa]
         return nullcontext() if backend is None else sdpa_kernel(backend)
 

@@ -6,7 +6,7 @@ Up to opset 22 attention is decomposed, in patterns that runtimes fuse; from 23 
 import json
 from ast import literal_eval
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
@@ -98,7 +98,7 @@ def export(
     labels = {**_labels(model, options, about, program), "opset_reason": why}
     metadata = {key: json.dumps(value) for key, value in labels.items()}
     _tidy(program.model, module, metadata, lean)
-    files = write_with_data(path, partial(_save, program, external_data))
+    files = _write_checked(path, partial(program.save, external_data=external_data))
     fields: dict[str, Any] = {"precision": options.precision, "opset": opset, "opset_reason": why, "metadata": metadata}
     return record_export(path, files, format="onnx", **fields)
 
@@ -124,12 +124,7 @@ def _export_quantized(model: nn.Module, path: Path, options: ExportOptions, form
         settings = Quantization(cast(EightBits, options.precision), ranges, form, bits)
         changes = {"precision": options.precision, "islands": list(kept), "quantization": asdict(settings)}
         metadata = {**plain.metadata, **{key: json.dumps(value) for key, value in changes.items()}}
-
-        def write(target: Path) -> None:
-            quantize(plain.path, target, settings, metadata)
-            _check(target)
-
-        files = write_with_data(path, write)
+        files = _write_checked(path, lambda target: quantize(plain.path, target, settings, metadata))
     fields: dict[str, Any] = {"opset": plain.opset, "opset_reason": plain.opset_reason, "metadata": metadata}
     return record_export(path, files, format="onnx", precision=options.precision, **fields)
 
@@ -256,7 +251,11 @@ def _attention(
 
 def _tidy(model: Any, module: nn.Module, metadata: dict[str, str], lean: bool) -> None:
     """Remove work without effect, and replace torch's metadata by ours."""
-    _remove_empty_pads(model.graph)
+    for node in list(model.graph):
+        # Swin in timm pads to whole windows even if they are whole already: such a Pad adds nothing.
+        if node.op_type == "Pad" and (amounts := node.inputs[1].const_value) is not None and not amounts.numpy().any():
+            onnx_ir.convenience.replace_all_uses_with(node.outputs[0], node.inputs[0])
+            model.graph.remove(node, safe=True)
     _name_products(model.graph, tensors_of(module))
     if lean:
         drop_unread_tokens(model.graph)
@@ -265,14 +264,6 @@ def _tidy(model: Any, module: nn.Module, metadata: dict[str, str], lean: bool) -
     ClearMetadataAndDocStringPass()(model)  # stack traces: paths of this machine, and bytes that change
     model.metadata_props.update(metadata)
     model.producer_name, model.producer_version = "vitcompress", vitcompress.__version__
-
-
-def _remove_empty_pads(graph: Any) -> None:
-    """Swin in timm pads to whole windows even if they are whole already: such a Pad adds nothing."""
-    for node in list(graph):
-        if node.op_type == "Pad" and (amounts := node.inputs[1].const_value) is not None and not amounts.numpy().any():
-            onnx_ir.convenience.replace_all_uses_with(node.outputs[0], node.inputs[0])
-            graph.remove(node, safe=True)
 
 
 def _name_products(graph: Any, tensors: dict[str, Tensor]) -> None:
@@ -299,17 +290,17 @@ def _name_products(graph: Any, tensors: dict[str, Tensor]) -> None:
                     break
 
 
-def _save(program: Any, external_data: bool | None, target: Path) -> None:
-    """Write and check the file `target`. The graph refers to its data by this name."""
-    program.save(str(target), external_data=external_data)
-    _check(target)
+def _write_checked(path: Path, write: Callable[[Path], object]) -> tuple[str, ...]:
+    """`write_with_data`, which also checks the file. Its graph refers to its data by this name."""
 
+    def write_and_check(target: Path) -> None:
+        write(target)
+        try:
+            onnx.checker.check_model(str(target), full_check=True)
+        except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+            raise CheckFailedError(f"onnx.checker rejects the exported graph: {first_line(error)}") from None
 
-def _check(target: Path) -> None:
-    try:
-        onnx.checker.check_model(str(target), full_check=True)
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        raise CheckFailedError(f"onnx.checker rejects the exported graph: {first_line(error)}") from None
+    return write_with_data(path, write_and_check)
 
 
 ONNX = Exporter(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir
-from google.protobuf.message import DecodeError  # type: ignore[import-untyped,unused-ignore]
+from google.protobuf.message import DecodeError, Message  # type: ignore[import-untyped,unused-ignore]
 from onnx import numpy_helper
 
 from vitcompress.errors import ArtifactError
@@ -73,35 +73,23 @@ def _check_location(path: Path, tensor: Any) -> None:
 
 
 def tensors(model: Any) -> Iterator[Any]:
-    """Every tensor of a model, including those of nested graphs and functions."""
-    trained = (graph for part in model.training_info for graph in (part.initialization, part.algorithm))
-    attributes = list(_attributes(model))
-    for graph in (model.graph, *trained, *(graph for a in attributes for graph in (a.g, *a.graphs))):
-        yield from graph.initializer
-        for sparse in graph.sparse_initializer:
-            yield from (sparse.values, sparse.indices)
-    for attribute in attributes:
-        yield from (tensor for tensor in (attribute.t, *attribute.tensors) if tensor.ByteSize())
-        for sparse in (attribute.sparse_tensor, *attribute.sparse_tensors):
-            yield from (tensor for tensor in (sparse.values, sparse.indices) if tensor.ByteSize())
+    """Every tensor of a model, including those of nested graphs, functions and sparse tensors."""
+    return _find_messages(model, onnx.TensorProto)
 
 
-def _attributes(model: Any) -> Iterator[Any]:
-    """Every attribute of every node, including nested graphs and functions."""
-    waiting = [model.graph, *model.functions]
-    waiting += [graph for part in model.training_info for graph in (part.initialization, part.algorithm)]
-    while waiting:
-        for node in waiting.pop().node:
-            for attribute in node.attribute:
-                yield attribute
-                waiting += [attribute.g, *attribute.graphs]
+def _find_messages(message: Any, kind: type) -> Iterator[Any]:
+    """Every message of a `kind` inside a protobuf, at any depth."""
+    for field, value in message.ListFields():
+        for part in () if field.message_type is None else (value,) if isinstance(value, Message) else value:
+            if isinstance(part, kind):
+                yield part
+            yield from _find_messages(part, kind)
 
 
 def location(tensor: Any) -> str | None:
     """The file that holds a tensor's values, empty if it is not specified; None for values inside the model."""
-    if tensor.data_location != onnx.TensorProto.EXTERNAL:
-        return None
-    return _external(tensor).get("location", "")
+    external = tensor.data_location == onnx.TensorProto.EXTERNAL
+    return _external(tensor).get("location", "") if external else None
 
 
 def _external(tensor: Any) -> dict[str, str]:
@@ -136,7 +124,8 @@ def read_contents(path: Path) -> Contents:
         index = tensor.data_type in INDEX or tensor.name in scales
         stored.append(Stored(tensor.name, shape, size, own, values, index, quantized.get(tensor.name)))
         places |= {place} - {()}
-    lists = (a.name for a in _attributes(model) if max(len(a.floats), len(a.ints), len(a.s)) > LONGEST_LIST)
+    attributes = _find_messages(model, onnx.AttributeProto)
+    lists = (a.name for a in attributes if max(len(a.floats), len(a.ints), len(a.s)) > LONGEST_LIST)
     data = sum((path.parent / name).stat().st_size for name in external_files(model))
     return Contents(tuple(stored), path.stat().st_size + data, metadata(model), tuple(lists))
 

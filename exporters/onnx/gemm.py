@@ -5,14 +5,12 @@ Operations on each channel stay in rows, (batch x tokens, channels), with reshap
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from vitcompress.exporters.onnx.tokens import constant
-
-UNARY = ("Gelu", "Erf", "Tanh", "Relu", "Sigmoid")
-BINARY = ("Add", "Sub", "Mul", "Div")
+from vitcompress.exporters.onnx.tokens import BINARY, UNARY, constant, create_node
 
 
 def join_linear_layers(graph: ir.Graph) -> int:
@@ -51,17 +49,14 @@ class _Rows:
         if value not in self._rows:
             producer = value.producer()
             source = producer.inputs[0] if producer is not None and _keeps_order(producer) else value
-            self._rows[value] = self._reshape(source, [-1, value.shape[-1]], f"{value.name}.rows", before)
-            self._rows[value].type, self._rows[value].shape = value.type, ir.Shape([None, value.shape[-1]])
+            self._rows[value] = self._reshape(source, value, [None, value.shape[-1]], "rows", before)
         return self._rows[value]
 
     def whole(self, value: ir.Value, before: ir.Node) -> ir.Value:
         """A replaced value with all its axes, for a node that needs them."""
         if value not in self._whole:
             assert value.shape is not None
-            sizes = [-1, *list(value.shape)[1:]]
-            self._whole[value] = self._reshape(self._rows[value], sizes, f"{value.name}.whole", before)
-            self._whole[value].type, self._whole[value].shape = value.type, value.shape
+            self._whole[value] = self._reshape(self._rows[value], value, list(value.shape), "whole", before)
         return self._whole[value]
 
     def replace(
@@ -70,17 +65,19 @@ class _Rows:
         """Insert a node that works on rows before `node`, which it replaces."""
         (value,) = node.outputs
         assert value.shape is not None
-        new = ir.node(kind, inputs, attributes, name=f"{node.name}.rows")
-        new.outputs[0].name = f"{value.name}.rows"
+        new = create_node(kind, inputs, f"{value.name}.rows", value, ir.Shape([None, value.shape[-1]]), **attributes)
+        new.name = f"{node.name}.rows"
         self._graph.insert_before(node, new)
         self._rows[value] = new.outputs[0]
-        new.outputs[0].type, new.outputs[0].shape = value.type, ir.Shape([None, value.shape[-1]])
         self.replaced.add(value)
 
-    def _reshape(self, source: ir.Value | None, sizes: Sequence[object], name: str, before: ir.Node) -> ir.Value:
-        target = constant(self._graph, np.array(sizes, dtype=np.int64), f"{name}.sizes")
-        node = ir.node("Reshape", [source, target], name=name)
-        node.outputs[0].name = name
+    def _reshape(
+        self, source: ir.Value | None, value: ir.Value, shape: Sequence[Any], suffix: str, before: ir.Node
+    ) -> ir.Value:
+        """`value`, from `source` with the same order, in a shape whose first size depends on the batch."""
+        name = f"{value.name}.{suffix}"
+        sizes = constant(self._graph, np.array([-1, *shape[1:]], dtype=np.int64), f"{name}.sizes")
+        node = create_node("Reshape", [source, sizes], name, value, ir.Shape(shape))
         self._graph.insert_before(before, node)
         return node.outputs[0]
 
@@ -107,8 +104,7 @@ def _is_per_channel(node: ir.Node, rows: _Rows) -> bool:
     shape = node.outputs[0].shape
     assert shape is not None
     if node.op_type == "LayerNormalization":
-        axis = node.attributes["axis"].as_int() if "axis" in node.attributes else -1
-        return axis in (-1, len(shape) - 1)
+        return node.attributes.get_int("axis", -1) in (-1, len(shape) - 1)
     same_shape = all(value is not None and (_is_vector(value) or value.shape == shape) for value in node.inputs)
     return node.op_type in UNARY or (node.op_type in BINARY and same_shape)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 
@@ -80,10 +81,11 @@ class OnnxRunner(Runner):
         if self._threads is not None:
             options.intra_op_num_threads = self._threads
         if self._provider.name == CPU:
-            before = _count_threads()
+            process = psutil.Process()
+            before = process.num_threads()
             session = self._create_session(path, options, [(CPU, {})])
-            # The caller's own thread works, too.
-            self._started_threads = None if before is None else 1 + (_count_threads() or before) - before
+            # ONNX Runtime does not report its threads. The caller's own thread works, too.
+            self._started_threads = 1 + process.num_threads() - before
             return session
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         with libraries.capture_stderr():
@@ -146,37 +148,30 @@ class OnnxRunner(Runner):
         return np.asarray(logits, dtype=np.float32)
 
     def _bind(self, images: Tensor) -> BoundCall:
-        """Inputs and outputs stay on the provider's device, unless transfers were requested."""
+        """Inputs and outputs stay on the provider's device, unless transfers were requested.
+
+        On CUDA a pass is queued on the session's stream. Each binding has its own CUDA graph.
+        """
         if self.takes_bytes and self.input is None:
             # Bytes for a file that does not state their normalisation, which is enough to time it.
             images = (64 * images.cpu() + 128).clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
         data = self._prepare(images)
         if self._transfers:
             return BoundCall(partial(self._run, data))
-        return self._bind_host(data) if self._stream is None else self._bind_cuda(data)
-
-    def _bind_host(self, data: np.ndarray) -> BoundCall:
-        values = tuple(self._ort.OrtValue.ortvalue_from_numpy(array) for array in (data, self._output_like(data)))
+        output, recorded = self._output_like(data), self._options.cuda_graph
+        place, index = ("cpu", 0) if self._stream is None else ("cuda", parse_device(self._device)[1])
+        source, logits = (torch.from_numpy(array).to(torch.device(place, index)) for array in (data, output))
         binding = self.session.io_binding()
-        binding.bind_ortvalue_input(self._input.name, values[0])
-        binding.bind_ortvalue_output(self._output.name, values[1])
-        return BoundCall(partial(_run_bound, self.session, binding, None, values))
-
-    def _bind_cuda(self, data: np.ndarray) -> QueuedCall:
-        """One pass on the session's stream. The tensors are torch's; each binding has its own CUDA graph."""
-        index = parse_device(self._device)[1]
-        images = torch.from_numpy(data).to(f"cuda:{index}")
-        output = self._output_like(data)
-        logits = torch.from_numpy(output).to(images.device)
-        torch.cuda.synchronize(images.device)
-        binding = self.session.io_binding()
-        binding.bind_input(self._input.name, "cuda", index, data.dtype.type, images.shape, images.data_ptr())
-        binding.bind_output(self._output.name, "cuda", index, output.dtype.type, logits.shape, logits.data_ptr())
-        options = self._run_options(
-            str(next(self._graph_numbers)) if self._options.cuda_graph else NO_GRAPH, wait=False
-        )
-        call = QueuedCall(partial(_run_bound, self.session, binding, options, (images, logits)), self._stream)
-        for _ in range(RUNS_BEFORE_REPLAY if self._options.cuda_graph else 0):
+        binding.bind_input(self._input.name, place, index, data.dtype.type, source.shape, source.data_ptr())
+        binding.bind_output(self._output.name, place, index, output.dtype.type, logits.shape, logits.data_ptr())
+        graph = str(next(self._graph_numbers)) if recorded else NO_GRAPH
+        options = self._run_options(graph, wait=self._stream is None)
+        run = partial(self.session.run_with_iobinding, binding, options)
+        if self._stream is None:
+            return BoundCall(run, source, logits)
+        torch.cuda.synchronize(source.device)
+        call = QueuedCall(run, self._stream, source, logits)
+        for _ in range(RUNS_BEFORE_REPLAY if recorded else 0):
             call()
         self.synchronize()
         return call
@@ -225,17 +220,6 @@ class OnnxRunner(Runner):
     def close(self) -> None:
         super().close()
         self.session = None
-
-
-def _count_threads() -> int | None:
-    """Threads of this process; None if the system does not list them. ONNX Runtime does not report its threads."""
-    tasks = Path("/proc/self/task")
-    return len(list(tasks.iterdir())) if tasks.is_dir() else None
-
-
-def _run_bound(session: Any, binding: Any, options: Any, values: tuple[Any, ...]) -> None:
-    """One pass. values: those of `binding`, which references them itself only in some versions, if at all."""
-    session.run_with_iobinding(binding, options)
 
 
 def _image_input(model: Any) -> tuple[str, tuple[int, ...]]:

@@ -20,6 +20,8 @@ class Rows:
     count: int
 
 
+UNARY = ("Gelu", "Erf", "Tanh", "Relu", "Sigmoid")
+BINARY = ("Add", "Sub", "Mul", "Div")
 Demand = Rows | None  # None: all of it
 Slices = dict[tuple[ir.Value, Rows], ir.Value]
 Demands = dict[tuple[ir.Node, int], Demand]  # (node, number of an input) -> what the node needs of it
@@ -30,7 +32,7 @@ def drop_unread_tokens(graph: ir.Graph) -> int:
     demands, shorter = _find_demands(graph)
     slices: Slices = {}
     for value, rows in shorter.items():
-        node = _producer(value)
+        node: Any = value.producer()
         for index, source in enumerate(node.inputs):
             need = demands[node, index]
             if source is not None and need is not None and source not in shorter:
@@ -86,12 +88,6 @@ def _gather(node: ir.Node) -> Sequence[Demand] | None:
 # ----------------------------------------- rules: rows of an output that are read -> rows of the inputs that are needed
 
 
-def _along_last_axes(node: ir.Node, rows: Rows) -> Sequence[Demand] | None:
-    """Softmax and LayerNormalization reduce along the last axes, each row separately."""
-    axis = _axis(node, node.inputs[0], default=-1)
-    return [rows] if axis is not None and rows.axis < axis else None
-
-
 def _broadcast(node: ir.Node, rows: Rows) -> Sequence[Demand] | None:
     needs: list[Demand] = []
     for value in node.inputs:
@@ -102,13 +98,19 @@ def _broadcast(node: ir.Node, rows: Rows) -> Sequence[Demand] | None:
     return needs
 
 
+def _along_last_axes(node: ir.Node, rows: Rows) -> Sequence[Demand] | None:
+    """Softmax and LayerNormalization reduce along the last axes, each row separately."""
+    axis = _axis(node, node.inputs[0], default=-1)
+    return _broadcast(node, rows) if axis is not None and rows.axis < axis else None
+
+
 def _matmul(node: ir.Node, rows: Rows) -> Sequence[Demand] | None:
     rank = _rank(node.outputs[0])
     return [rows, None] if rows.axis == rank - 2 and _rank(node.inputs[0]) == rank else None
 
 
 def _transpose(node: ir.Node, rows: Rows) -> Sequence[Demand] | None:
-    perm = node.attributes["perm"].as_ints() if "perm" in node.attributes else ()
+    perm = node.attributes.get_ints("perm", ())
     return [Rows(perm[rows.axis], rows.count)] if perm else None
 
 
@@ -124,15 +126,13 @@ def _reshape(node: ir.Node, rows: Rows) -> Sequence[Demand] | None:
 
 def _attention(node: ir.Node, rows: Rows) -> Sequence[Demand] | None:
     """The Attention operator on (batch, heads, tokens, channels), without a mask: one row per query."""
-    causal = node.attributes["is_causal"].as_int() if "is_causal" in node.attributes else 0
-    masked = any(value is not None for value in node.inputs[3:])
-    return [rows, None, None] if not causal and not masked and _rank(node.inputs[0]) == 4 and rows.axis == 2 else None
+    masked = node.attributes.get_int("is_causal", 0) or any(value is not None for value in node.inputs[3:])
+    return [rows, None, None] if not masked and _rank(node.inputs[0]) == 4 and rows.axis == 2 else None
 
 
 RULES: dict[str, Callable[[ir.Node, Rows], Sequence[Demand] | None]] = {
-    **dict.fromkeys(("Gelu", "Erf", "Tanh", "Relu", "Sigmoid", "Cast"), lambda node, rows: [rows]),
+    **dict.fromkeys((*UNARY, "Cast", *BINARY), _broadcast),
     **dict.fromkeys(("LayerNormalization", "Softmax"), _along_last_axes),
-    **dict.fromkeys(("Add", "Sub", "Mul", "Div"), _broadcast),
     "MatMul": _matmul,
     "Transpose": _transpose,
     "Reshape": _reshape,
@@ -144,14 +144,7 @@ def _axis(node: ir.Node, value: ir.Value | None, default: int) -> int | None:
     """A node's `axis` as a non-negative number; None if the rank is unknown."""
     if value is None or value.shape is None:
         return None
-    axis = node.attributes["axis"].as_int() if "axis" in node.attributes else default
-    return axis % len(value.shape)
-
-
-def _producer(value: ir.Value) -> ir.Node:
-    node = value.producer()
-    assert node is not None
-    return node
+    return node.attributes.get_int("axis", default) % len(value.shape)
 
 
 def _rank(value: ir.Value | None) -> int:
@@ -167,10 +160,12 @@ def _first_rows(graph: ir.Graph, value: ir.Value, rows: Rows, slices: Slices) ->
             slices[value, rows] = constant(graph, np.take(whole, np.arange(rows.count), rows.axis), name)
         else:
             bounds = [constant(graph, np.array([n]), f"{name}.{k}") for k, n in enumerate((0, rows.count, rows.axis))]
-            node = ir.node("Slice", [value, *bounds], name=name)
-            node.outputs[0].name, node.outputs[0].type = name, value.type
-            node.outputs[0].shape = _with_dim(value, rows)
-            graph.insert_after(_producer(value), node)
+            node, producer = (
+                create_node("Slice", [value, *bounds], name, value, _with_dim(value, rows)),
+                value.producer(),
+            )
+            assert producer is not None
+            graph.insert_after(producer, node)
             slices[value, rows] = node.outputs[0]
     return slices[value, rows]
 
@@ -179,10 +174,18 @@ def constant(graph: ir.Graph, values: np.ndarray, name: str) -> ir.Value:
     """A new initialiser with a unique name that starts with `name`."""
     while name in graph.initializers:
         name += "_"
-    value = ir.Value(name=name, const_value=ir.tensor(values, name=name))
-    value.shape, value.type = ir.Shape(values.shape), ir.TensorType(ir.DataType.from_numpy(values.dtype))
+    tensor = ir.tensor(values, name=name)
+    value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
     graph.register_initializer(value)
     return value
+
+
+def create_node(
+    kind: str, inputs: Sequence[ir.Value | None], name: str, like: ir.Value, shape: ir.Shape, **attributes: Any
+) -> ir.Node:
+    """A node with one output `name`, which has the type of `like` and `shape`."""
+    output = ir.Value(name=name, type=like.type, shape=shape)
+    return ir.node(kind, inputs, attributes, name=name, outputs=[output])
 
 
 def _with_dim(value: ir.Value, rows: Rows) -> ir.Shape:

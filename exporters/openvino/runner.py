@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
@@ -145,7 +145,7 @@ class OpenVinoRunner(Runner):
     def _bind(self, images: Tensor) -> BoundCall:
         request, data = self._compiled.create_infer_request(), self._prepare(images)
         request.set_input_tensor(0, load().Tensor(data, shared_memory=True))
-        return BoundCall(partial(_infer, request, data))
+        return BoundCall(request.infer, data)  # the request does not reference its input
 
     def _describe(self) -> dict[str, object]:
         get = self._compiled.get_property
@@ -167,11 +167,6 @@ class OpenVinoRunner(Runner):
     def close(self) -> None:
         super().close()
         self._request = self._compiled = None
-
-
-def _infer(request: Any, data: np.ndarray) -> None:
-    """One pass. data: the input of `request`, which does not reference it."""
-    request.infer()
 
 
 def _image_shape(path: Path, model: Any) -> tuple[list[int], str]:

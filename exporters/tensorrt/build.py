@@ -6,7 +6,7 @@ They are strongly typed: the ONNX file determines the precision. TF32 products a
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,16 +115,14 @@ def _run_in_thread(work: Callable[[], Built], monitor: Any) -> Built:
     library holds while it logs that it creates the next one, a deadlock.
     """
 
-    def work_and_clear() -> Built:
-        try:
-            return work()
-        except BaseException as error:
+    def clear(future: Future[Built]) -> None:
+        if error := future.exception():
             traceback.clear_frames(error.__traceback__)
-            raise
 
     with ThreadPoolExecutor(1, "build") as pool:
         try:
-            future = pool.submit(work_and_clear)
+            future = pool.submit(work)
+            future.add_done_callback(clear)
             while not future.done():
                 time.sleep(POLL_SECONDS)
         except BaseException:
@@ -155,11 +153,10 @@ def _create_monitor(library: Any, title: str, progress: Progress) -> Any:
         def __init__(self) -> None:
             library.IProgressMonitor.__init__(self)
             self.stopped = False
-            self._outermost: str | None = None  # name of the outermost phase
-            self._done, self._steps = 0, 1
+            self._outermost, self._done, self._steps = "", 0, 1  # name of the outermost phase, and its steps
 
         def phase_start(self, phase: str, parent: str | None, steps: int) -> None:
-            if self._outermost is None:
+            if not self._outermost:
                 self._outermost, self._steps = phase, steps
             self._show(phase)
 

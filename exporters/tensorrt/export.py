@@ -10,14 +10,13 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Unpack, get_args
 
 import torch
 from torch import nn
 
 from vitcompress.errors import DeviceError, InputError, OutputError, VitcompressError
-from vitcompress.exporters.base import Exported, Exporter, ModelInfo, record_export, unfused_warnings, write_sidecar
+from vitcompress.exporters.base import Exported, Exporter, ModelInfo, record_export, write_sidecar, write_with_data
 from vitcompress.exporters.onnx import export as onnx_export
 from vitcompress.exporters.onnx import file
 from vitcompress.exporters.onnx.export import ATTENTION_NODE_FROM, ONNX
@@ -28,10 +27,10 @@ from vitcompress.exporters.runner import RunnerOptions
 from vitcompress.exporters.sidecar import sidecar_path
 from vitcompress.exporters.tensorrt.build import Built, build
 from vitcompress.exporters.tensorrt.flavours import RTX, TRT, Flavour, capability, numbers, read_header
-from vitcompress.exporters.tensorrt.layers import layer_checks, parse_layers, unavailable_checks
+from vitcompress.exporters.tensorrt.layers import layer_checks, parse_layers, unavailable_checks, unfused_warnings
 from vitcompress.exporters.tensorrt.runner import EngineRunner
 from vitcompress.io import hardware
-from vitcompress.io.files import convert_write_errors, write_bytes, write_text
+from vitcompress.io.files import write_bytes, write_text
 from vitcompress.io.progress import Progress
 
 RTX_DEFAULT = (80, 86, 89, 120)  # Ampere, Ada and Blackwell: the default targets of TensorRT for RTX itself
@@ -42,6 +41,7 @@ COMMON = ONNX.uses | {"batch", "sm", "workspace", "keep_onnx"}
 # They need a GPU, or parts that TensorRT for RTX lacks; its engines are the same bytes at each optimization level.
 FP8 = (89, 90, 120)  # compute capabilities
 ONLY_TRT = {"timing_cache", "hardware_compatible", "version_compatible", "optimization_level"}
+NO_GPU = "TensorRT builds on a GPU, and there is none here"
 DECOMPOSED = (
     "decomposed attention, which TensorRT fuses in half precision where q/k and v are equally wide, and builds at any "
     "widths and in fp32; its Attention operator (TensorRT 10.14 on) wants equal widths and a fused kernel"
@@ -72,30 +72,34 @@ def export(
     for place in (path, *_companions(path)):
         if place.is_dir():
             raise OutputError(f"{place} cannot be written: it is a folder", hint="choose another file with --out")
-    with convert_write_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.", suffix=".part") as folder:
-            staged = Path(folder) / path.name
-            source = onnx_export.export(
-                model,
-                source_path(staged),
-                options=onnx_options(options),
-                lean=False,  # TensorRT's attention kernels are documented for the patterns that torch writes
-                reason=DECOMPOSED,
-                form="float_bias",
-                **about,
-            )
-            # The batches at which its outputs are compared with those of the model.
-            source = write_sidecar(replace(source, build={"batch": list(options.batch)}))
-            channels, height, width = about["input"].size
-            size = (height, width, channels) if options.uint8 else (channels, height, width)
-            built = build(flavour, source.path, size, options, progress or Progress())
-            write_bytes(staged, built.data)
-            built.warnings.extend(unfused_warnings(model, options.precision))
-            exported = _record(flavour, staged, source, built, options, reason)
-            if cannot_run(flavour) is None and capability() in options.sm:
-                exported = _inspect(exported, source, options)
-            return _move(exported, path, source if options.keep_onnx else None)
+    results: list[Exported] = []
+
+    def write(staged: Path) -> None:
+        source = onnx_export.export(
+            model,
+            source_path(staged),
+            options=onnx_options(options),
+            lean=False,  # TensorRT's attention kernels are documented for the patterns that torch writes
+            reason=DECOMPOSED,
+            form="float_bias",
+            **about,
+        )
+        # The batches at which its outputs are compared with those of the model.
+        source = write_sidecar(replace(source, build={"batch": list(options.batch)}))
+        channels, height, width = about["input"].size
+        size = (height, width, channels) if options.uint8 else (channels, height, width)
+        built = build(flavour, source.path, size, options, progress or Progress())
+        write_bytes(staged, built.data)
+        built.warnings.extend(unfused_warnings(model, options.precision))
+        exported = _record(flavour, staged, source, built, options, reason)
+        if cannot_run(flavour) is None and capability() in options.sm:
+            exported = _inspect(exported, source, options)
+        results.append(exported)
+        for name in () if options.keep_onnx else (*source.files, sidecar_path(source.path).name):
+            (staged.parent / name).unlink()
+
+    write_with_data(path, write, _companions(path))
+    return replace(results[0], path=path)
 
 
 def layers_path(engine: Path) -> Path:
@@ -162,30 +166,15 @@ def _inspect(exported: Exported, source: Exported, options: ExportOptions) -> Ex
     return write_sidecar(replace(exported, build={**exported.build, "truth": [check.to_dict() for check in checks]}))
 
 
-def _move(exported: Exported, path: Path, source: Exported | None) -> Exported:
-    """Move the staged files into place, the sidecar last: an engine without one is not run."""
-    staged = exported.path.parent
-    for old in _companions(path):
-        old.unlink(missing_ok=True)
-    names = [] if source is None else [*source.files, sidecar_path(source.path).name]
-    names += [layers.name] if (layers := layers_path(exported.path)).is_file() else []
-    for name in (*names, path.name, sidecar_path(path).name):
-        (staged / name).replace(path.parent / name)
-    return replace(exported, path=path)
-
-
 # ------------------------------------------------------------------------------------- what is supported, and where
 
 
 def unavailable(flavour: Flavour) -> str | None:
     """Why this machine cannot build such engines, or None."""
     if flavour is TRT and capability() is None:
-        return f"{_no_gpu()}; build on the target ({flavour.install}), or use trt-rtx for GeForce and RTX"
+        remedy = f"build on the target ({flavour.install}), or use trt-rtx for GeForce and RTX"
+        return f"{NO_GPU}{hardware.cuda_reason()}; {remedy}"
     return flavour.problem("Builder" if flavour is TRT else None)
-
-
-def _no_gpu() -> str:
-    return f"TensorRT builds on a GPU, and there is none here{hardware.cuda_reason()}"
 
 
 def cannot_run(flavour: Flavour) -> str | None:
@@ -252,7 +241,7 @@ def choose_targets(flavour: Flavour, options: ExportOptions) -> tuple[int, ...]:
         return tuple(dict.fromkeys(options.sm)) or RTX_DEFAULT
     here = capability()
     if here is None:
-        raise DeviceError(_no_gpu(), hint="run the same command on the target")
+        raise DeviceError(f"{NO_GPU}{hardware.cuda_reason()}", hint="run the same command on the target")
     if others := [target for target in options.sm if target != here]:
         raise InputError(
             f"TensorRT builds for the GPU that it builds on (compute capability {here}), but --sm has "

@@ -10,9 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from vitcompress.errors import ArtifactError
+from vitcompress.exporters.base import unequal_widths
 from vitcompress.exporters.precision import HALF
-from vitcompress.io.checks import Check, Status, limit_check
+from vitcompress.io.checks import Check, limit_check
 
 # The first one that matches a text; integers and booleans are indices and shapes, not arithmetic.
 TYPES = (
@@ -126,9 +129,7 @@ def layer_checks(layers: Sequence[Layer], precision: str, attentions: int, produ
     share = copies / len(working) if working else 1.0
     detail = f"{copies} of {len(working)} layers only cast or reformat"
     copied = limit_check(COPIES_SHARE, share, MOST_COPIES, detail)
-    if products:
-        return _check_eight_bits(layers, precision, products), _check_attention(layers, precision, attentions), copied
-    return _check_precision(layers, precision), _check_attention(layers, precision, attentions), copied
+    return _check_precision(layers, precision, products), _check_attention(layers, precision, attentions), copied
 
 
 def unavailable_checks(reason: str) -> tuple[Check, ...]:
@@ -136,32 +137,28 @@ def unavailable_checks(reason: str) -> tuple[Check, ...]:
     return tuple(Check(name, "not_run", detail=reason) for name in (PRECISION, ATTENTION, COPIES_SHARE))
 
 
-def _check_precision(layers: Sequence[Layer], requested: str) -> Check:
-    """Share of the heavy layers in the requested precision. TF32 is only a permission: plain fp32 passes, too."""
+def _check_precision(layers: Sequence[Layer], requested: str, products: int) -> Check:
+    """Share of the heavy layers in the requested precision, or of the `products` that the source quantises.
+
+    TF32 is only a permission: plain fp32 passes, too.
+    """
     heavy = [layer for layer in layers if layer.heavy]
     known = [layer.precision for layer in heavy if layer.precision is not None]
     if opaque := sum(layer.opaque for layer in layers):
         return Check(PRECISION, "not_run", detail=f"{opaque} layers consist of many whose precision is not listed")
-    if not known or len(known) < LEAST_IN_PRECISION * len(heavy):
+    if products:
+        # Their biases and scales are wider, so that the widest operand says nothing.
+        right, total = sum(requested in layer.operands for layer in heavy), products
+        detail = f"{right} layers in {requested} for {products} products"
+    elif not known or len(known) < LEAST_IN_PRECISION * len(heavy):
         reason = f"the precision of {len(heavy) - len(known)} of {len(heavy)} heavy layers is not listed"
         return Check(PRECISION, "not_run", detail=reason)
-    allowed = (requested, "fp32") if requested == "tf32" else (requested,)
-    right = sum(precision in allowed for precision in known)
-    others = sorted(set(known) - set(allowed))
-    detail = f"{right} of {len(known)} heavy layers in {requested}"
-    detail += f", the others in {', '.join(others)}" if others else ""
-    share = right / len(known)
-    verdict: Status = "passed" if share >= LEAST_IN_PRECISION else "failed"
-    return Check(PRECISION, verdict, share, LEAST_IN_PRECISION, detail)
-
-
-def _check_eight_bits(layers: Sequence[Layer], precision: str, products: int) -> Check:
-    """Number of layers that multiply in eight bits, over that of the products that the source quantises."""
-    if opaque := sum(layer.opaque for layer in layers):
-        return Check(PRECISION, "not_run", detail=f"{opaque} layers consist of many whose precision is not listed")
-    # Their biases and scales are wider, so that the widest operand says nothing.
-    right = sum(layer.heavy and precision in layer.operands for layer in layers)
-    share, detail = right / products, f"{right} layers in {precision} for {products} products"
+    else:
+        allowed = (requested, "fp32") if requested == "tf32" else (requested,)
+        right, total = sum(precision in allowed for precision in known), len(known)
+        others = ", ".join(sorted(set(known) - set(allowed)))
+        detail = f"{right} of {total} heavy layers in {requested}" + f", the others in {others}" * bool(others)
+    share = right / total
     return Check(PRECISION, "passed" if share >= LEAST_IN_PRECISION else "failed", share, LEAST_IN_PRECISION, detail)
 
 
@@ -176,3 +173,16 @@ def _check_attention(layers: Sequence[Layer], precision: str, attentions: int) -
         return Check(ATTENTION, "not_run", detail=f"{detail}; some layers consist of many that are not listed")
     passed = fused >= attentions and (attentions == 0 or separate == 0)
     return Check(ATTENTION, "passed" if passed else "failed", float(fused), float(attentions), detail)
+
+
+def unfused_warnings(model: nn.Module, precision: str) -> list[str]:
+    """A warning if attentions of `model` cannot become one fused kernel; none in fp32, which has no fused kernels."""
+    if precision not in HALF or not (names := list(unequal_widths(model))):
+        return []
+    listed = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+    return [
+        f"{len(names)} attention{'s' * (len(names) > 1)} ({listed}) with heads whose q and k are not as wide as v, "
+        "which TensorRT for RTX 1.7 does not fuse into one kernel; for engines prune with layout padded (SERo: --set "
+        "step.0.layout=padded), or keep the width of heads (isomorphic, under a rotary embedding: --set "
+        "step.0.keep_head_dim=1)"
+    ]

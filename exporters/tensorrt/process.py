@@ -81,7 +81,7 @@ class EngineProcess:
         return torch.frombuffer(data, dtype=torch.float32).reshape(answer["shape"])
 
     def timed(self, slot: int, runs: int) -> tuple[list[float], float]:
-        answer, _ = self._request({"do": "time", "slot": slot, "runs": runs})
+        answer, _ = self._request({"do": "timed", "slot": slot, "runs": runs})
         return [float(value) for value in answer["times_ms"]], float(answer["wall_ms"])
 
     def layers(self) -> str:

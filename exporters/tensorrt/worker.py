@@ -28,6 +28,8 @@ MACHINE_ERRORS = re.compile(
 )
 TYPES = {"FLOAT": torch.float32, "HALF": torch.float16, "BF16": torch.bfloat16, "UINT8": torch.uint8}
 
+Answer = tuple[dict[str, object], bytes]  # a message and its data, see `process.send`
+
 
 class EngineError(Exception):
     """The engine cannot be run; the message is the reason."""
@@ -44,7 +46,7 @@ class Binding:
 
 
 class Engine:
-    """A deserialised engine with its bindings.
+    """A deserialised engine with its bindings. `serve` calls its public methods.
 
     All bindings share one context, except that each recorded CUDA graph has its own: it replays what its context
     contained when it was recorded.
@@ -61,25 +63,20 @@ class Engine:
         self._flavour, self._graph, self._transfers = FLAVOURS[flavour], cuda_graph, transfers
         self._library = self._flavour.load()
         torch.cuda.set_device(index)
-        self._engine = self._deserialize(data, host_code)
-        stream: Any = torch.cuda.Stream
-        self._stream = stream()  # not the default stream, which would synchronise each run
-        self._input, self._outputs = self._input_and_outputs()
-        self._records = cuda_graph and self._flavour is not RTX  # RTX records by itself
-        self._shared = None if self._records else self._create_context()
-        self._types = {n: TYPES[self._engine.get_tensor_dtype(n).name] for n in (self._input, *self._outputs)}
-        self._prepared: Binding | None = None  # whose shape and addresses are set in the shared context
-        self._bindings: dict[int, Binding] = {}
-
-    def _deserialize(self, data: bytes, host_code: bool) -> Any:
         self._log = create_log(self._library)
         self._runtime = self._flavour.create("Runtime", self._log)
         self._runtime.engine_host_code_allowed = host_code
         if not host_code:  # code inside an engine is loaded from a temporary file, on disk or in memory
             self._runtime.tempfile_control_flags = 0
-        engine = self._runtime.deserialize_cuda_engine(data)
-        self._check(engine is not None, "it cannot be opened")
-        return engine
+        self._engine = self._runtime.deserialize_cuda_engine(data)
+        self._check(self._engine is not None, "it cannot be opened")
+        stream: Any = torch.cuda.Stream
+        self._stream = stream()  # not the default stream, which would synchronise each run
+        self._input, self._outputs = self._input_and_outputs()
+        self._records = cuda_graph and self._flavour is not RTX  # RTX records by itself
+        self._shared = None if self._records else self._create_context()
+        self._prepared: Binding | None = None  # whose shape and addresses are set in the shared context
+        self._bindings: dict[int, Binding] = {}
 
     def _check(self, success: object, problem: str) -> None:
         """Raise EngineError with the library's last error unless a call succeeded."""
@@ -87,26 +84,23 @@ class Engine:
             raise EngineError(f"{problem}: {self._log.last_error()}")
 
     def _create_context(self) -> Any:
-        context = self._engine.create_execution_context(*self._runtime_config())
+        settings, library = [], self._library
+        if self._flavour is RTX:  # TensorRT has no settings for kernels and CUDA graphs
+            strategies, graphs = library.DynamicShapesKernelSpecializationStrategy, library.CudaGraphStrategy
+            config = self._engine.create_runtime_config()
+            # LAZY would measure fallback kernels while the final ones are still being compiled.
+            config.dynamic_shapes_kernel_specialization_strategy = strategies.EAGER
+            config.cuda_graph_strategy = graphs.WHOLE_GRAPH_CAPTURE if self._graph else graphs.DISABLED
+            settings = [config]
+        context = self._engine.create_execution_context(*settings)
         self._check(context is not None, "no memory or no context for it")
         # The engine contains the details of its layers for the inspector; reporting them to profilers slows each run.
-        context.nvtx_verbosity = self._library.ProfilingVerbosity.NONE
+        context.nvtx_verbosity = library.ProfilingVerbosity.NONE
         if context.active_optimization_profile < 0:  # only the first context gets the profile automatically
             selected = context.set_optimization_profile_async(0, self._stream.cuda_stream)
             self._check(selected, "its profile cannot be selected")
             self._stream.synchronize()
         return context
-
-    def _runtime_config(self) -> tuple[Any, ...]:
-        """Settings of TensorRT for RTX for kernels and CUDA graphs; TensorRT has none."""
-        if self._flavour is not RTX:
-            return ()
-        config, library = self._engine.create_runtime_config(), self._library
-        # LAZY would measure fallback kernels while the final ones are still being compiled.
-        config.dynamic_shapes_kernel_specialization_strategy = library.DynamicShapesKernelSpecializationStrategy.EAGER
-        strategy = library.CudaGraphStrategy
-        config.cuda_graph_strategy = strategy.WHOLE_GRAPH_CAPTURE if self._graph else strategy.DISABLED
-        return (config,)
 
     def _input_and_outputs(self) -> tuple[str, list[str]]:
         """Names of the one input and of all outputs, of which the first is the logits."""
@@ -118,6 +112,7 @@ class Engine:
         types = {name: self._engine.get_tensor_dtype(name).name for name in names}
         if unknown := {name: kind for name, kind in types.items() if kind not in TYPES}:
             raise EngineError(f"it has tensors of unsupported types: {unknown}; supported are {', '.join(TYPES)}")
+        self._types = {name: TYPES[kind] for name, kind in types.items()}
         return inputs[0], outputs
 
     def facts(self) -> dict[str, object]:
@@ -130,7 +125,7 @@ class Engine:
             "device_name": torch.cuda.get_device_name(),
         }
 
-    def bind(self, slot: int, shape: list[int], data: bytearray) -> None:
+    def bind(self, slot: int, shape: list[int], data: bytearray) -> Answer:
         """Copy images to the GPU and prepare them to run."""
         dtype = self._types[self._input]
         host = torch.frombuffer(data, dtype=torch.uint8 if dtype is torch.uint8 else torch.float32)
@@ -141,32 +136,17 @@ class Engine:
         sizes = {name: tuple(context.get_tensor_shape(name)) for name in self._outputs}
         outputs = [torch.empty(size, dtype=self._types[name], device="cuda") for name, size in sizes.items()]
         torch.cuda.synchronize()  # the copy must be complete before another stream reads the images
-        call = QueuedCall(partial(self._enqueue, context), self._stream)
+        run: Callable[[], Tensor] = partial(self._enqueue, context, outputs[0])
+        call = QueuedCall(run, self._stream)
         binding = Binding({self._input: images, **dict(zip(sizes, outputs, strict=True))}, outputs[0], context, call)
         self._prepare(binding)
         call()
         self._stream.synchronize()
-        run: Callable[[], object] = call.step
         if self._records:
-            graph: Any = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=self._stream):
-                self._enqueue(context)
-            run = graph.replay
-        if self._transfers:
-            run = self._with_transfers(images, binding.logits, run)
-        self._bindings[slot] = self._prepared = replace(binding, call=QueuedCall(run, self._stream))
-
-    def _with_transfers(self, images: Tensor, logits: Tensor, run: Callable[[], object]) -> Callable[[], None]:
-        """`run` between copies of the images to the GPU and of the logits from it, queued on the same stream."""
-        source, target = (torch.empty_like(one, device="cpu", pin_memory=True) for one in (images, logits))
-        source.copy_(images)
-
-        def step() -> None:
-            images.copy_(source, non_blocking=True)
-            run()
-            target.copy_(logits, non_blocking=True)
-
-        return step
+            run = QueuedCall.record_graph(run, self._stream)
+        step = QueuedCall.add_transfers(run, images, outputs[0]) if self._transfers else run
+        self._bindings[slot] = self._prepared = replace(binding, call=QueuedCall(step, self._stream))
+        return {}, b""
 
     def _prepare(self, binding: Binding) -> None:
         """Set a binding's shape and tensors in its context."""
@@ -175,26 +155,29 @@ class Engine:
         for name, tensor in binding.tensors.items():
             self._check(context.set_tensor_address(name, tensor.data_ptr()), f"the address of {name} cannot be set")
 
-    def _enqueue(self, context: Any) -> None:
+    def _enqueue(self, context: Any, logits: Tensor) -> Tensor:
         self._check(context.execute_async_v3(self._stream.cuda_stream), "the library could not run it")
+        return logits
 
-    def run(self, slot: int) -> Tensor:
-        """One pass: logits, (batch, classes), float32, on the CPU."""
+    def run(self, slot: int) -> Answer:
+        """One pass: logits, (batch, classes), float32."""
         self.timed(slot, 1)
-        return self._bindings[slot].logits.float().cpu()
+        logits = self._bindings[slot].logits.float().cpu()
+        return {"shape": list(logits.shape)}, logits.numpy().tobytes()
 
-    def timed(self, slot: int, runs: int) -> tuple[list[float], float]:
+    def timed(self, slot: int, runs: int) -> Answer:
         """Milliseconds of each run, by CUDA events without waiting between runs, and of all by the wall clock."""
         binding = self._bindings[slot]
         if not self._records and self._prepared is not binding:  # another binding has run in the shared context
             self._prepare(binding)
             self._prepared = binding
-        return binding.call.timed(runs)
+        times, wall = binding.call.timed(runs)
+        return {"times_ms": times, "wall_ms": wall}, b""
 
-    def layers(self) -> str:
+    def layers(self) -> Answer:
         """The output of the engine inspector, as JSON."""
         inspector, form = self._engine.create_engine_inspector(), self._library.LayerInformationFormat.JSON
-        return str(inspector.get_engine_information(form))
+        return {}, str(inspector.get_engine_information(form)).encode()
 
 
 def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
@@ -209,17 +192,9 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
             if engine is None:
                 engine = Engine(**request)
                 send(answers, engine.facts())
-            elif request["do"] == "bind":
-                engine.bind(request["slot"], request["shape"], data)
-                send(answers, {})
-            elif request["do"] == "run":
-                logits = engine.run(request["slot"])
-                send(answers, {"shape": list(logits.shape)}, logits.numpy().tobytes())
-            elif request["do"] == "time":
-                times, wall = engine.timed(request["slot"], request["runs"])
-                send(answers, {"times_ms": times, "wall_ms": wall})
-            elif request["do"] == "layers":
-                send(answers, {}, engine.layers().encode())
+            else:
+                method = getattr(engine, request.pop("do"))
+                send(answers, *method(**request, **({"data": data} if data else {})))
         except Exception as error:  # noqa: BLE001 - every error is reported to the parent process
             send(answers, {"error": str(error) or type(error).__name__, "kind": _kind(error)})
 

@@ -15,8 +15,7 @@ import torch
 from contracts import build
 
 from vitcompress.errors import ArtifactError
-from vitcompress.exporters.base import unfused_warnings
-from vitcompress.exporters.tensorrt.layers import layer_checks, parse_layers, unavailable_checks
+from vitcompress.exporters.tensorrt.layers import layer_checks, parse_layers, unavailable_checks, unfused_warnings
 from vitcompress.families import family_of
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply_to_copy

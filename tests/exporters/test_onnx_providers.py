@@ -276,7 +276,7 @@ def test_each_binding_replays_its_own_graph(name: str, onnx: Path) -> None:
         for turn in (0, 1, 0, 1):
             bound[turn]()
             runner.synchronize()
-            got = bound[turn].step.args[-1][1].float().cpu()  # type: ignore[attr-defined]
+            got = bound[turn]._values[1].float().cpu()  # type: ignore[attr-defined]
             want = expected(inputs[turn])
             assert (got - want).abs().max() <= 1e-2 * want.abs().max()
     options = suite.BenchOptions("paper", (1, 4), 1, 3, RunnerOptions(provider=name, cuda_graph=True))

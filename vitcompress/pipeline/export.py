@@ -21,7 +21,6 @@ from vitcompress.exporters.quantize.graph import EightBits, Quantization
 from vitcompress.exporters.ranges import (
     Ranges,
     check_fp16,
-    check_layers_help,
     describe_overflows,
     find_overflows,
     required_layers,
@@ -125,20 +124,21 @@ def _search_layers(
     if options.precision != "fp16":  # bf16 represents whatever fp32 does
         return search(original, evaluator, options.precision, fixed=fixed, progress=progress)
     scanned = scan_ranges(original.model, original.images)
-    check_layers_help(original.model, scanned, fixed)
     limits = fp16_limits(original.model, scanned, fixed)
     return search(original, evaluator, options.precision, *limits, fixed=fixed, progress=progress)
 
 
 def fp16_limits(model: nn.Module, ranges: Ranges, fixed: Layers) -> tuple[Layers, Callable[[Layers], str | None]]:
-    """`required` and `problem` of a search: the layers whose results fp16 cannot represent."""
+    """`required` and `problem` of a search: the layers whose results fp16 cannot represent.
+
+    Raises PrecisionError if it overflows whatever layers are in fp32.
+    """
 
     def problem(layers: Layers) -> str | None:
         overflows = find_overflows(model, ranges, layers)
         return describe_overflows(overflows) if overflows else None
 
-    overflows = find_overflows(model, ranges, fixed)
-    return required_layers(model, replace(ranges, inside=overflows)) or (), problem
+    return required_layers(model, ranges, fixed), problem
 
 
 def _selected_layers(result: Search, precision: str, path: Path) -> Layers:
