@@ -53,8 +53,9 @@ class TorchRunner(Runner):
         self._weight_bytes = sum(t.nbytes for part in (placed.parameters(), placed.buffers()) for t in part)
         self._settings = ExitStack()  # restores torch's settings
         self._call: Any = _compile(placed, self._settings) if self._options.compile else placed
-        matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-        self._restore = torch.get_num_threads(), matmul.allow_tf32, cudnn.allow_tf32
+        self._settings.callback(torch.set_num_threads, torch.get_num_threads())
+        for backend in (torch.backends.cuda.matmul, torch.backends.cudnn):
+            self._settings.callback(setattr, backend, "allow_tf32", backend.allow_tf32)
 
     def __call__(self, images: Tensor) -> Tensor:
         return self._forward(images.to(self._device, self._type)).float().cpu()
@@ -125,9 +126,6 @@ class TorchRunner(Runner):
         super().close()
         self._call = None
         self._settings.close()
-        threads, matmul, cudnn = self._restore
-        torch.set_num_threads(threads)
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
 
 
 def _compile(model: nn.Module, settings: ExitStack) -> Callable[..., Any]:

@@ -88,7 +88,11 @@ def export(
     check_options(options)
     if options.precision in EIGHT_BITS:
         return _export_quantized(model, path, options, form, lean=lean, reason=reason, **about)
-    opset, why = _choose_opset(options, reason)
+    opset, why = options.opset or DEFAULT_OPSET, reason or OPSETS[DEFAULT_OPSET]
+    if options.opset is not None:
+        why = OPSETS[opset]
+    elif options.precision == "bf16":
+        opset, why = BF16_FROM, f"the first with a convolution in bf16; {why}"
     channels, height, width = about["input"].size
     module = build_deployed(model, about["input"], options.precision, options.islands, uint8=options.uint8)
     example = torch.zeros(TRACED_BATCH, channels, height, width)
@@ -154,16 +158,6 @@ def check_options(options: ExportOptions) -> None:
             f"islands name fp32 layers, but the whole model is {options.precision}",
             hint="omit them, or use --precision fp16, bf16, int8 or fp8",
         )
-
-
-def _choose_opset(options: ExportOptions, reason: str | None) -> tuple[int, str]:
-    """The opset and the reason for it. reason: the caller's reason for the default opset."""
-    if options.opset is not None:
-        return options.opset, OPSETS[options.opset]
-    reason = reason or OPSETS[DEFAULT_OPSET]
-    if options.precision == "bf16":
-        return BF16_FROM, f"the first with a convolution in bf16; {reason}"
-    return DEFAULT_OPSET, reason
 
 
 def _labels(model: nn.Module, options: ExportOptions, about: ModelInfo, program: Any) -> dict[str, object]:

@@ -231,10 +231,8 @@ def resolve_precision(path: Path, stored: Any, requested: str | None, provider: 
         return "tf32"
     if own == "fp32" and provider.tf32 == "always":
         own = "tf32"
-    if requested is None:
-        return own
-    if requested == own or (requested == "fp32" and stored is None):
-        return requested
+    if requested in (None, own) or (requested == "fp32" and stored is None):
+        return requested or own
     choices = get_args(Precision)
     remedy = f"export it with --precision {requested}" if requested in choices else f"use one of {', '.join(choices)}"
     shown = own if stored else "its stored precision"

@@ -10,7 +10,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from vitcompress.errors import ArtifactError, DeviceError
+from vitcompress.errors import ArtifactError, DeviceError, VitcompressError
 from vitcompress.exporters.onnx import file, libraries, providers
 from vitcompress.exporters.onnx.providers import CPU, ProviderSettings
 from vitcompress.exporters.options import DEFAULTS
@@ -47,7 +47,6 @@ class OnnxRunner(Runner):
         self._provider, self._device = providers.choose_provider(options.device, options.provider)
         self._precision = providers.resolve_precision(path, labels.get("precision"), options.precision, self._provider)
         providers.check_settings(self._provider, options)
-        self._started_threads: int | None = None
         self._graph_numbers = count(1)
         stream: Any = torch.cuda.Stream  # which CUDA events can time
         self._stream = stream(torch.device(self._device)) if self._device.startswith("cuda") else None
@@ -76,28 +75,30 @@ class OnnxRunner(Runner):
         return ProviderSettings(index, self._precision == "tf32", options.cuda_graph, stream, profile, cache)
 
     def _open(self, path: Path, settings: ProviderSettings) -> Any:
-        options = self._ort.SessionOptions()
+        name, options, process = self._provider.name, self._ort.SessionOptions(), psutil.Process()
         options.log_severity_level = LOG_NOTHING  # errors are raised, not logged
         if self._threads is not None:
             options.intra_op_num_threads = self._threads
-        if self._provider.name == CPU:
-            process = psutil.Process()
-            before = process.num_threads()
-            session = self._create_session(path, options, [(CPU, {})])
-            # ONNX Runtime does not report its threads. The caller's own thread works, too.
-            self._started_threads = 1 + process.num_threads() - before
-            return session
-        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-        with libraries.capture_stderr():
-            argument = providers.attach(self._provider, options, settings)
+        if name != CPU:
+            options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+        before, lines = process.num_threads(), list[str]()
+        self._ort.set_default_logger_severity(LOG_NOTHING if name == CPU else LOG_ERRORS)
         try:
             with libraries.capture_stderr() as lines:
-                session = self._create_session(path, options, argument)
-        except DeviceError as error:
+                argument = providers.attach(self._provider, options, settings)
+                session = self._ort.InferenceSession(str(path), options, providers=argument, enable_fallback=0)
+        except VitcompressError:
+            raise
+        except Exception as error:  # noqa: BLE001 - ONNX Runtime's exceptions have no other common base class
+            message = f"{name} of ONNX Runtime cannot run {path}: {libraries.error_text(error)}"
             missing = libraries.missing_library(lines)
-            raise self._broken(missing) if missing else error from None
-        actual = session.get_providers()[0]
-        if actual != self._provider.name:
+            problem = ArtifactError(message) if name == CPU else DeviceError(message)
+            raise self._broken(missing) if missing else problem from None
+        finally:
+            self._ort.set_default_logger_severity(LOG_WARNINGS)
+        # ONNX Runtime does not report its threads. The caller's own thread works, too.
+        self._started_threads = 1 + process.num_threads() - before if name == CPU else None
+        if (actual := session.get_providers()[0]) != name:
             raise self._broken(libraries.missing_library(lines) or f"ONNX Runtime chose {actual} instead")
         return session
 
@@ -106,17 +107,6 @@ class OnnxRunner(Runner):
             f"{self._provider.name} of ONNX Runtime does not work here: {reason}",
             hint=f"{self._provider.remedy}; `vitcompress doctor` shows what this machine has",
         )
-
-    def _create_session(self, path: Path, options: Any, argument: Any) -> Any:
-        name = self._provider.name
-        self._ort.set_default_logger_severity(LOG_NOTHING if name == CPU else LOG_ERRORS)
-        try:
-            return self._ort.InferenceSession(str(path), options, providers=argument, enable_fallback=0)
-        except Exception as error:  # noqa: BLE001 - ONNX Runtime's exceptions have no other common base class
-            message = f"{name} of ONNX Runtime cannot run {path}: {libraries.error_text(error)}"
-            raise (ArtifactError if name == CPU else DeviceError)(message) from None
-        finally:
-            self._ort.set_default_logger_severity(LOG_WARNINGS)
 
     def _check_assignment(self) -> list[str]:
         """Operators that the CPU runs. Raises DeviceError if they are more than the arithmetic of shapes."""

@@ -41,6 +41,7 @@ COMMON = ONNX.uses | {"batch", "sm", "workspace", "keep_onnx"}
 # They need a GPU, or parts that TensorRT for RTX lacks; its engines are the same bytes at each optimization level.
 FP8 = (89, 90, 120)  # compute capabilities
 ONLY_TRT = {"timing_cache", "hardware_compatible", "version_compatible", "optimization_level"}
+RECORDED = ("optimization_level", "workspace", "hardware_compatible", "version_compatible")  # as they are
 NO_GPU = "TensorRT builds on a GPU, and there is none here"
 DECOMPOSED = (
     "decomposed attention, which TensorRT fuses in half precision where q/k and v are equally wide, and builds at any "
@@ -66,8 +67,8 @@ def export(
     """
     options, path = options or ExportOptions(), Path(path)
     check_options(flavour, options)
-    reason = "default of TensorRT for RTX" if flavour is RTX else "the GPU that it was built on"
-    reason = "requested" if options.sm else reason
+    default = "default of TensorRT for RTX" if flavour is RTX else "the GPU that it was built on"
+    reason = "requested" if options.sm else default
     options = replace(options, sm=choose_targets(flavour, options))
     for place in (path, *_companions(path)):
         if place.is_dir():
@@ -127,11 +128,8 @@ def _record(
         "sm_reason": reason,
         "batch": list(options.batch),
         "tf32": options.precision == "tf32",
-        "optimization_level": options.optimization_level,
-        "workspace": options.workspace,
+        **{name: getattr(options, name) for name in RECORDED},
         "timing_cache": None if options.timing_cache is None else options.timing_cache.name,
-        "hardware_compatible": options.hardware_compatible,
-        "version_compatible": options.version_compatible,
         "gpu": torch.cuda.get_device_name() if flavour is TRT else None,
         "header": read_header(built.data),
         "seconds": round(built.seconds, 3),

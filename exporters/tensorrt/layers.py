@@ -6,7 +6,7 @@ tensors have one field `Format/Datatype` up to TensorRT 10, and `Format` and `Da
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,17 +105,14 @@ def parse_layers(output: str) -> tuple[Layer, ...]:
 
 
 def _layer(data: Mapping[str, Any]) -> Layer:
-    weights = data.get("Weights")
-    kinds = (_precision_in(str(weights.get("Type", ""))),) if isinstance(weights, Mapping) else ()
+    """Its operands do not include single values: factors of a product are fp32, whatever is multiplied."""
+    keys, weights = ("Datatype", "DataType", "Format/Datatype", "Format"), data.get("Weights")
+    sizes = ((tensor, tensor.get("Dimensions")) for tensor in data.get("Inputs", ()))
+    several = (tensor for tensor, size in sizes if not (isinstance(size, list) and set(size) <= {1}))
+    texts = [str(next((tensor[key] for key in keys if tensor.get(key)), "")) for tensor in several]
+    texts += [str(weights.get("Type", ""))] if isinstance(weights, Mapping) else []
     kind, tactic, metadata = (str(data.get(key) or "") for key in ("LayerType", "TacticName", "Metadata"))
-    return Layer(str(data["Name"]), kind, tactic, metadata, (*_precisions(data.get("Inputs", ())), *kinds))
-
-
-def _precisions(tensors: Iterable[Mapping[str, Any]]) -> tuple[str | None, ...]:
-    """Precisions of tensors, without single values: factors of a product are fp32, whatever is multiplied."""
-    keys = ("Datatype", "DataType", "Format/Datatype", "Format")
-    several = (t for t in tensors if not (isinstance(t.get("Dimensions"), list) and set(t["Dimensions"]) <= {1}))
-    return tuple(_precision_in(str(next((t[key] for key in keys if t.get(key)), ""))) for t in several)
+    return Layer(str(data["Name"]), kind, tactic, metadata, tuple(map(_precision_in, texts)))
 
 
 def _precision_in(text: str) -> str | None:

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -84,14 +84,14 @@ class Engine:
             raise EngineError(f"{problem}: {self._log.last_error()}")
 
     def _create_context(self) -> Any:
-        settings, library = [], self._library
+        settings, library = list[Any](), self._library
         if self._flavour is RTX:  # TensorRT has no settings for kernels and CUDA graphs
             strategies, graphs = library.DynamicShapesKernelSpecializationStrategy, library.CudaGraphStrategy
             config = self._engine.create_runtime_config()
             # LAZY would measure fallback kernels while the final ones are still being compiled.
             config.dynamic_shapes_kernel_specialization_strategy = strategies.EAGER
             config.cuda_graph_strategy = graphs.WHOLE_GRAPH_CAPTURE if self._graph else graphs.DISABLED
-            settings = [config]
+            settings.append(config)
         context = self._engine.create_execution_context(*settings)
         self._check(context is not None, "no memory or no context for it")
         # The engine contains the details of its layers for the inspector; reporting them to profilers slows each run.
@@ -136,23 +136,23 @@ class Engine:
         sizes = {name: tuple(context.get_tensor_shape(name)) for name in self._outputs}
         outputs = [torch.empty(size, dtype=self._types[name], device="cuda") for name, size in sizes.items()]
         torch.cuda.synchronize()  # the copy must be complete before another stream reads the images
+        tensors = {self._input: images, **dict(zip(sizes, outputs, strict=True))}
+        self._prepare(context, tensors)
         run: Callable[[], Tensor] = partial(self._enqueue, context, outputs[0])
-        call = QueuedCall(run, self._stream)
-        binding = Binding({self._input: images, **dict(zip(sizes, outputs, strict=True))}, outputs[0], context, call)
-        self._prepare(binding)
-        call()
+        run()
         self._stream.synchronize()
         if self._records:
             run = QueuedCall.record_graph(run, self._stream)
         step = QueuedCall.add_transfers(run, images, outputs[0]) if self._transfers else run
-        self._bindings[slot] = self._prepared = replace(binding, call=QueuedCall(step, self._stream))
+        call = QueuedCall(step, self._stream)
+        self._bindings[slot] = self._prepared = Binding(tensors, outputs[0], context, call)
         return {}, b""
 
-    def _prepare(self, binding: Binding) -> None:
-        """Set a binding's shape and tensors in its context."""
-        context, shape = binding.context, tuple(binding.tensors[self._input].shape)
+    def _prepare(self, context: Any, tensors: dict[str, Tensor]) -> None:
+        """Set the shape and the tensors of a binding in its context."""
+        shape = tuple(tensors[self._input].shape)
         self._check(context.set_input_shape(self._input, shape), "its shape cannot be set")
-        for name, tensor in binding.tensors.items():
+        for name, tensor in tensors.items():
             self._check(context.set_tensor_address(name, tensor.data_ptr()), f"the address of {name} cannot be set")
 
     def _enqueue(self, context: Any, logits: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ class Engine:
         """Milliseconds of each run, by CUDA events without waiting between runs, and of all by the wall clock."""
         binding = self._bindings[slot]
         if not self._records and self._prepared is not binding:  # another binding has run in the shared context
-            self._prepare(binding)
+            self._prepare(binding.context, binding.tensors)
             self._prepared = binding
         times, wall = binding.call.timed(runs)
         return {"times_ms": times, "wall_ms": wall}, b""
