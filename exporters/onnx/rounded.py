@@ -4,10 +4,7 @@ On most CPUs ONNX Runtime computes fp16 in fp32 without rounding in between, so 
 at all. Here every operator computes in fp32, like tensor cores, and its result is rounded to the type in the file.
 """
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import numpy as np
@@ -21,7 +18,7 @@ from vitcompress.exporters.onnx import file
 from vitcompress.exporters.onnx.libraries import error_text, load_onnxruntime
 from vitcompress.exporters.runner import prepare_input
 from vitcompress.exporters.sidecar import read_input
-from vitcompress.io.files import convert_write_errors, decode_json_values
+from vitcompress.io.files import decode_json_values
 
 HALF = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 ROUNDED_ALREADY = ("Cast", "Constant", "ConstantOfShape")  # their outputs have the stated type
@@ -32,21 +29,19 @@ CHUNK = 16  # images at a time
 def rounded_logits(path: Path, images: Tensor) -> Tensor:
     """Logits of the file `path` for normalised `images`, (count, channels, height, width), rounded at every step.
 
-    Raises ArtifactError if ONNX Runtime cannot run the file, OutputError if it has external weights and its folder
-    cannot be written.
+    Raises ArtifactError if ONNX Runtime cannot run the file.
     """
     model = file.read_onnx(path)
     config = read_input(str(path), decode_json_values(file.metadata(model)))
     takes_bytes = model.graph.input[0].type.tensor_type.elem_type == TensorProto.UINT8
-    with open_session(path, spell_out_casts(model)) as session:
-        name = session.get_inputs()[0].name
-        chunks = (prepare_input(chunk, config, uint8=takes_bytes) for chunk in torch.split(images, CHUNK))
-        logits = [session.run(None, {name: chunk})[0] for chunk in chunks]
+    session = open_session(path, spell_out_casts(model))
+    name = session.get_inputs()[0].name
+    chunks = (prepare_input(chunk, config, uint8=takes_bytes) for chunk in torch.split(images, CHUNK))
+    logits = [session.run(None, {name: chunk})[0] for chunk in chunks]
     return torch.from_numpy(np.concatenate(logits))
 
 
-@contextmanager
-def open_session(path: Path, model: Any, *, optimize: bool = False) -> Iterator[Any]:
+def open_session(path: Path, model: Any, *, optimize: bool = False) -> Any:
     """A session of `model`, whose weights may be in files beside `path`, by default without any optimisation."""
     ort = load_onnxruntime()
     options = ort.SessionOptions()
@@ -54,19 +49,11 @@ def open_session(path: Path, model: Any, *, optimize: bool = False) -> Iterator[
     if not optimize:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    source = model.SerializeToString()
-    with ExitStack() as stack:
-        if file.external_files(model):
-            stack.enter_context(convert_write_errors(path))
-            beside = stack.enter_context(NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".part"))
-            beside.write(source)
-            beside.flush()
-            source = beside.name
-        try:
-            session = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # noqa: BLE001 - ONNX Runtime's exceptions have no other common base class
-            raise ArtifactError(f"ONNX Runtime cannot run {path}: {error_text(error)}") from None
-        yield session
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.resolve().parent))
+    try:
+        return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # noqa: BLE001 - ONNX Runtime's exceptions have no other common base class
+        raise ArtifactError(f"ONNX Runtime cannot run {path}: {error_text(error)}") from None
 
 
 def spell_out_casts(model: Any) -> Any:

@@ -52,7 +52,8 @@ def calibrate(source: Path, images: Tensor, precision: EightBits, method: Calibr
     largest, limits = dict.fromkeys(names, 0.0), dict[str, float]()
     kind = "percentile" if method == "percentile" else "entropy"
     collector = HistogramCollector(kind, False, BINS, QUANTIZED_BINS, PERCENTILE, None)
-    with open_session(source, model, optimize=True) as session, contextlib.redirect_stdout(io.StringIO()):
+    session = open_session(source, model, optimize=True)
+    with contextlib.redirect_stdout(io.StringIO()):
         for chunk in torch.split(images, CHUNK):
             data = {session.get_inputs()[0].name: prepare_input(chunk, config, uint8=uint8)}
             values = dict(zip(names, session.run(names, data), strict=True))

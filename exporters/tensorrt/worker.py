@@ -8,9 +8,7 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -138,11 +136,14 @@ class Engine:
         torch.cuda.synchronize()  # the copy must be complete before another stream reads the images
         tensors = {self._input: images, **dict(zip(sizes, outputs, strict=True))}
         self._prepare(context, tensors)
-        run: Callable[[], Tensor] = partial(self._enqueue, context, outputs[0])
-        run()
+
+        def enqueue() -> Tensor:
+            self._check(context.execute_async_v3(self._stream.cuda_stream), "the library could not run it")
+            return outputs[0]
+
+        enqueue()
         self._stream.synchronize()
-        if self._records:
-            run = QueuedCall.record_graph(run, self._stream)
+        run = QueuedCall.record_graph(enqueue, self._stream) if self._records else enqueue
         step = QueuedCall.add_transfers(run, images, outputs[0]) if self._transfers else run
         call = QueuedCall(step, self._stream)
         self._bindings[slot] = self._prepared = Binding(tensors, outputs[0], context, call)
@@ -154,10 +155,6 @@ class Engine:
         self._check(context.set_input_shape(self._input, shape), "its shape cannot be set")
         for name, tensor in tensors.items():
             self._check(context.set_tensor_address(name, tensor.data_ptr()), f"the address of {name} cannot be set")
-
-    def _enqueue(self, context: Any, logits: Tensor) -> Tensor:
-        self._check(context.execute_async_v3(self._stream.cuda_stream), "the library could not run it")
-        return logits
 
     def run(self, slot: int) -> Answer:
         """One pass: logits, (batch, classes), float32."""
