@@ -175,7 +175,7 @@ def constant(graph: ir.Graph, values: np.ndarray, name: str) -> ir.Value:
     while name in graph.initializers:
         name += "_"
     tensor = ir.tensor(values, name=name)
-    value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+    value = ir.Value(name=name, shape=ir.Shape(values.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
     graph.register_initializer(value)
     return value
 
