@@ -245,11 +245,7 @@ def _attention(
 
 def _tidy(model: Any, module: nn.Module, metadata: dict[str, str], lean: bool) -> None:
     """Remove work without effect, and replace torch's metadata by ours."""
-    for node in list(model.graph):
-        # Swin in timm pads to whole windows even if they are whole already: such a Pad adds nothing.
-        if node.op_type == "Pad" and (amounts := node.inputs[1].const_value) is not None and not amounts.numpy().any():
-            onnx_ir.convenience.replace_all_uses_with(node.outputs[0], node.inputs[0])
-            model.graph.remove(node, safe=True)
+    _remove_empty_pads(model.graph)
     _name_products(model.graph, tensors_of(module))
     if lean:
         drop_unread_tokens(model.graph)
@@ -258,6 +254,14 @@ def _tidy(model: Any, module: nn.Module, metadata: dict[str, str], lean: bool) -
     ClearMetadataAndDocStringPass()(model)  # stack traces: paths of this machine, and bytes that change
     model.metadata_props.update(metadata)
     model.producer_name, model.producer_version = "vitcompress", vitcompress.__version__
+
+
+def _remove_empty_pads(graph: Any) -> None:
+    """Swin in timm pads to whole windows even if they are whole already: such a Pad adds nothing."""
+    for node in list(graph):
+        if node.op_type == "Pad" and (amounts := node.inputs[1].const_value) is not None and not amounts.numpy().any():
+            onnx_ir.convenience.replace_all_uses_with(node.outputs[0], node.inputs[0])
+            graph.remove(node, safe=True)
 
 
 def _name_products(graph: Any, tensors: dict[str, Tensor]) -> None:
