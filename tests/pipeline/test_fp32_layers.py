@@ -12,6 +12,7 @@ from too_large import large_ffn, large_residual, large_scores
 from torch import nn
 
 from vitcompress.cli import main
+from vitcompress.errors import PrecisionError
 from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.precision import convert_precision
@@ -101,11 +102,15 @@ def test_only_a_search_that_ran_out_of_trials_may_not_be_the_smallest(monkeypatc
         monkeypatch.setattr(fp32_layers, "MAX_TRIALS", trials)
         result = search_fp16(with_small_ffn())
         assert result.smallest is proven and len(result.tries) == trials
-    assert not search_fp16(large_residual(plain())).smallest
+    model = large_residual(plain())
+    assert not search(Original(model, X), torch_evaluator(model), "fp16").smallest
 
 
 def test_no_layer_helps_a_residual_stream_that_is_too_large() -> None:
-    result = search_fp16(large_residual(plain()))
+    model = large_residual(plain())
+    with pytest.raises(PrecisionError, match="reaches"):
+        search_fp16(model)
+    result = search(Original(model, X), torch_evaluator(model), "fp16")
     assert result.chosen is None and {trial.verdict for trial in result.tries} == {"failed"}
     assert result.tries[-1].islands == ("norm", "softmax", "head", "ffn")
 
