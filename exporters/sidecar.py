@@ -79,7 +79,6 @@ class Sidecar(_Table):
     verified: bool
     speed: dict[str, object] = {}  # missing in files of earlier versions
     islands_search: _Search | Annotated[dict[str, object], Field(max_length=0)]
-    speed: dict[str, object] = {}
     verification: _Verification | None = None
 
 
