@@ -164,7 +164,11 @@ def test_speeds_without_their_files_are_dropped() -> None:
 
 
 def test_figures_of_earlier_versions_are_those_of_the_recorded_file(folder: Path) -> None:
-    report, counts = json.loads((folder / "report.json").read_text()), {"correct": 1, "total": 2, "top1": 0.5}
+    report, shares = (
+        json.loads((folder / "report.json").read_text()),
+        {"top1": 0.5, "top5": 1.0, "top1_ci95": [0.0, 1.0]},
+    )
+    counts = {"correct": 1, "correct5": 2, "total": 2, "loss": 1.0, **shares}
     for entry in report["artifacts"]:
         entry["accuracy"] = counts
     (folder / "manifest.json").unlink()  # which earlier versions did not write
@@ -244,7 +248,7 @@ def test_the_comparison_explains_what_the_plot_lacks(folder: Path) -> None:
     del measured["machine"]
     Path("b.json").write_text(json.dumps(measured))
     error = call("report", "run", "--bench", "b.json", code=2)
-    assert "no measurement: machine: field required" in " ".join(error.replace("│", " ").split())
+    assert "no measurement: 0.machine: field required" in " ".join(error.replace("│", " ").split())
     assert "not in a plot: run" in call("report", "run", "other")
     assert "accuracy is not known" in call("report", "run", "--plot", "one.png", code=2)
 

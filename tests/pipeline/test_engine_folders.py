@@ -194,7 +194,7 @@ def test_a_required_check_that_did_not_run_fails(name: str, folder: Path, tmp_pa
         (["--format", "trt-rtx", "--sm", "ampere"], "expected compute capabilities"),
         (["--format", "trt-rtx", "--batch", "8:4:16"], "not in ascending order"),
         (["--format", "trt-rx"], "did you mean trt-rtx"),
-        (["--format", "trt-rtx", "--precision", "fp8"], "TensorRT for RTX has no precision 'fp8'"),
+        (["--format", "trt-rtx", "--precision", "fp8", "--sm", "80"], "fp8"),
         (["--format", "trt-rtx", "--timing-cache", "cache"], "timing_cache is 'cache'"),
         (["--format", "trt-rtx", "--opset", "23"], "half precision only, but the precision is fp32"),
         (["--format", "onnx", "--sm", "89"], "the format onnx has no such option"),

@@ -90,7 +90,7 @@ def write_signature(
     what it was built from. facts: further entries of the predicate.
     """
     subject = [{"name": name, "digest": {"sha256": sha256}} for name, sha256 in {**sources, **files}.items() if sha256]
-    statement = {**STATEMENT, "subject": subject, "predicate": {**facts, "files": list(files)}}
+    statement: dict[str, object] = {**STATEMENT, "subject": subject, "predicate": dict(facts, files=list(files))}
     payload, signature = json.dumps(statement).encode(), _signature_path(path)
     entry = {"keyid": _public_text(key), "sig": b64encode(key.sign(_message(payload))).decode()}
     write_json(signature, {"payloadType": PAYLOAD, "payload": b64encode(payload).decode(), "signatures": [entry]})

@@ -47,7 +47,9 @@ def Matching(pattern: str) -> Any:
 
 def create_table(**types: Any) -> type[BaseModel]:
     """A table whose keys have these `types`."""
-    return create_model("Table", __config__=STRICT, **{name: (kind, None) for name, kind in types.items()})
+    fields: Any = {name: (kind, None) for name, kind in types.items()}
+    table: type[BaseModel] = create_model("Table", __config__=STRICT, **fields)
+    return table
 
 
 def from_plain(kind: type[T], data: object) -> T:

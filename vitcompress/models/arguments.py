@@ -173,7 +173,8 @@ def _plain_type(hint: Any, most: int) -> Any:
         return PLAIN_TYPES[hint](most)
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin is tuple:
-        return Annotated[tuple[_plain_type(parts[0], most), ...], Len(1, 8)]
+        item: Any = _plain_type(parts[0], most)
+        return Annotated[tuple[item, ...], Len(1, 8)]
     options = tuple(option for part in parts if (option := _plain_type(part, most)) is not None)
     return hint if origin is typing.Literal else typing.Union[options] if options else None  # noqa: UP007
 

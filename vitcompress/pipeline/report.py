@@ -153,7 +153,9 @@ def read_reports(folders: Sequence[str], bench: Path | None, progress: Progress)
     their files come before those in the folders.
     """
     extra = reports.read_benchmarks(bench, BenchRecord) if bench else []
-    runs: dict[str, Report] = {}
+    runs: dict[str, Report] = {
+        folder: reports.read_report(Path(folder)) for folder in folders
+    }  # all, or nothing changes
     for folder in folders:
         report = refresh_report(Path(folder), progress)
         own = match_rows(extra, list_names(Path(folder), report)) if extra else []
