@@ -136,7 +136,8 @@ def run_int8(options: Options) -> Iterator[Line]:
         conditions = bench.machine["conditions"]
         for ratio in bench.ratios:
             what = f"{name}: {names[ratio['b']]}, batch {ratio['batch']}"
-            yield {"what": what, "ratio": ratio["median"], **ratio, "conditions": conditions}
+            pair = {"a": names[ratio["a"]], "b": names[ratio["b"]]}
+            yield {"what": what, "ratio": ratio["median"], **ratio, **pair, "conditions": conditions}
 
 
 def prune_recipe(name: str, changes: Sequence[str] = ()) -> tuple[nn.Module, nn.Module]:
