@@ -6,8 +6,8 @@ One number d for each precision, its share, limits how much the logits may chang
 
 - error: the largest difference of a logit, divided by the largest logit, is at most d. In fp32 on the CPU it is at most
   what rounding explains (`tolerance.reference`), which is far less;
-- cosine: 1 - cos of the logits is at most d^2 / 2, the effect of a relative error of d in the logits, or what rounding
-  explains on the image with the smallest logits, if that is more;
+- cosine: 1 - cos of the logits is at most d^2 / 2, the effect of a relative error of d in the logits, or in eight bits
+  what rounding explains, if that is more, as on images whose logits are all small;
 - kl: KL(model || file) of every image is at most 2 d^2 nats, so that no probability changes by more than d (Pinsker's
   inequality: total variation <= sqrt(KL / 2)); or what rounding explains on the nearest ties, if that is more, as for
   logits so large that their roundings are not small beside 1 (`tolerance.rounding_limit`);
@@ -330,8 +330,8 @@ def _call_checks(
     share = math.hypot(*(SHARES[kind if isinstance(kind, str) else kind.precision] for kind in kinds))
     near = max(evaluations, 1) ** 0.5 * math.hypot(*(one.logit for one in roundings)) / largest_logit(exact)
     error, kl = min(share, near) if evaluations else share, max(evaluations, 1) * sum(one.kl for one in roundings)
-    weakest = float(exact.norm(dim=1).min()) / largest_logit(exact) or 1.0
-    angle = exact.shape[1] * (near / weakest) ** 2 / 2
+    eight_bits = any(isinstance(kind, Quantization) for kind in kinds)
+    angle = sum(one.angle for one in roundings) if eight_bits else 0.0
     return comparison_checks(compare(exact[rows], logits, near, rows), (share, error, kl, angle), name, source)
 
 

@@ -80,10 +80,13 @@ class Reference:
 
 @dataclass(frozen=True)
 class Rounding:
-    """How much rounding may change a logit, and the KL divergence of an image from the exact one, in nats."""
+    """How much rounding may change a logit, and how far the logits of an image may be from the exact ones: their KL
+    divergence, in nats, and 1 - cos.
+    """
 
     logit: float
     kl: float
+    angle: float
 
 
 @torch.no_grad()
@@ -257,7 +260,9 @@ def _limit(wide: nn.Module, images: Tensor, perturbed: Callable[[Tensor], Tensor
     factor = _factor(FALSE_ALARMS) * scale / DRAWS
     errors = sum(float((logits - clean).abs().max()) for logits in draws)
     roots = sum(float(kl_divergence(clean, logits).max()) ** 0.5 for logits in draws)
-    return Rounding(factor * errors, (factor * roots) ** 2)
+    cosines = [F.cosine_similarity(clean.double(), logits.double()) for logits in draws]
+    angles = sum(float(1 - cosine.min().clamp(max=1)) ** 0.5 for cosine in cosines)
+    return Rounding(factor * errors, (factor * roots) ** 2, (factor * angles) ** 2)
 
 
 def kl_divergence(expected: Tensor, outputs: Tensor) -> Tensor:
