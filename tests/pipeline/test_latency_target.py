@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from whole_runs import RecordedProgress
 
+from vitcompress import surgery
 from vitcompress.bench import machine, suite
 from vitcompress.errors import DeviceError, PlanError
 from vitcompress.io.progress import Progress
@@ -44,6 +45,13 @@ def test_a_model_is_measured_on_the_requested_runtime_and_not_changed(runtime: s
     assert 0 < result.fastest <= result.low <= result.ms <= result.high < 1e6 and result.repeats == 1
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not list(tmp_path.iterdir())
+
+
+def test_a_pruned_candidate_is_measured(tmp_path: Path) -> None:
+    """It has no plan yet."""
+    about = job(tmp_path)
+    model = surgery.apply_to_copy(create_model(about.recipe.model.name, about.base.arch_args), about.steps[0].delta)
+    assert create_clock(about)(model, Goal(1e6, "onnxruntime")).ms > 0
 
 
 @pytest.mark.parametrize(
