@@ -340,11 +340,15 @@ class InputRecord(TypedDict):
 
 
 class ModelRecord(TypedDict, total=False):
-    """timm name and arguments of the dense model, its input and classes. uint8: exported files take uint8 images."""
+    """timm name and arguments of the dense model, its input and classes. uint8: exported files take uint8 images.
+
+    weights: from the hub with the revision. weights_sha256: of the file that they were read from.
+    """
 
     arch: str
     arch_args: Mapping[str, object]
     weights: str
+    weights_sha256: str
     input: InputRecord
     classes: Sequence[str]
     uint8: bool

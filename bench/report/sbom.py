@@ -26,7 +26,7 @@ def build_sbom(folder: Path, report: Report) -> str:
     packages that write and run them, as JSON.
     """
     files, about = RunFolder(folder), {**(report.get("model") or {}), **report}
-    names = [name for name in ("arch", "weights", "dense_sha256", "plan_sha256") if about.get(name)]
+    names = [name for name in ("arch", "weights", "weights_sha256", "dense_sha256", "plan_sha256") if about.get(name)]
     properties = [Property(name=f"vitcompress:{name}", value=str(about[name])) for name in names]
     kind, model = ComponentType.MACHINE_LEARNING_MODEL, report["recipe"]
     bom, components = Bom(), list[Component]()

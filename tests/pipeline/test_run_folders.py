@@ -11,7 +11,7 @@ import pytest
 import whole_runs as world
 from whole_runs import SMALL, tree, with_steps
 
-from vitcompress.errors import InputError, OutputError, PlanError, WeightsError
+from vitcompress.errors import ArtifactError, InputError, OutputError, PlanError, WeightsError
 from vitcompress.io.tensors import save_tensors
 from vitcompress.models.checkpoint import write_model
 from vitcompress.models.create import create_model
@@ -20,6 +20,7 @@ from vitcompress.pipeline.job import RunOptions
 from vitcompress.pipeline.run import run_recipe
 from vitcompress.plan import Plan
 from vitcompress.recipe.load import load_recipe
+from vitcompress.verify import verify_folder
 
 
 @pytest.fixture(scope="module")
@@ -204,3 +205,18 @@ def test_a_run_folder_keeps_the_warnings_of_libraries(tmp_path: Path) -> None:
             warnings.warn(text, stacklevel=1)
         kept = (tmp_path / "run" / "warnings.log").read_text()
         assert text in kept and ("first" in kept) == (not fresh)
+
+
+def test_a_changed_dense_model_that_runs_share_is_detected(small: Path) -> None:
+    """Another run does not start from it, and `verify` names it in the runs that did."""
+    (weights,) = small.glob("dense-*/model.safetensors")
+    assert verify_folder(small / "run", dense=weights.parent).passed
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1  # of one value
+    weights.write_bytes(data)
+    with pytest.raises(ArtifactError, match=r"dense-\w+ is not as it was written: model.safetensors: sha256 is"):
+        world.run(small, *world.BARE, "finetune.lr=5e-4", name="second")
+    assert not (small / "second").exists()
+    verification = verify_folder(small / "run", dense=weights.parent)
+    failed = {check.name for check in verification.checks if check.verdict == "failed"}
+    assert failed == {"dense.manifest.model.safetensors"}

@@ -49,10 +49,10 @@ def _to_text(data: Mapping[str, Any]) -> str:
     return json.dumps({**rest, "sha256": hashlib.sha256(json.dumps(rest).encode()).hexdigest()}, indent=1) + "\n"
 
 
-def write_manifest(folder: Path) -> None:
-    """Write manifest.json for all files in `folder`, which must contain a plan. Raises OutputError."""
+def write_manifest(folder: Path, **more: object) -> None:
+    """Write manifest.json for all files in `folder`, which must contain a plan. more: to record. Raises OutputError."""
     plan = Plan.from_json(RunFolder(folder).plan.read_text(encoding="utf-8")).digest
-    about = {"format": FORMAT, "plan_sha256": plan, "versions": package_versions(PACKAGES)}
+    about = {"format": FORMAT, "plan_sha256": plan, "versions": package_versions(PACKAGES), **more}
     _write(folder, {**about, "bytes": {}, "files": {}}, set(_states(folder)), set())
 
 

@@ -67,6 +67,7 @@ class ResolvedModel:
     `pretrained_cfg_overlay`, so they are part of the plan. settings: everything that the model depends on, to show.
     class_names: of the weights, or of the user; empty if unknown. resampled: position tables that are interpolated
     because model.args requests another image size than that of the weights. part: the key of the checkpoint.
+    weights: on the hub with the revision.
     """
 
     arch: str
@@ -137,7 +138,7 @@ def resolve_model(
         for name, value in {"model": arch, **_facts(blank), **values}.items()
     )
     complete = with_class_names({**chosen, OVERLAY: overlay}, names or overlay.get(LABELS, ()))
-    return ResolvedModel(arch, complete, str(weights), settings, names, resampled, file.part)
+    return ResolvedModel(arch, complete, file.weights or str(weights), settings, names, resampled, file.part)
 
 
 def _merge(layers: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from vitcompress.errors import WeightsError, first_line
 from vitcompress.families import prepare_model
-from vitcompress.io.files import read_json
+from vitcompress.io.files import file_sha256, read_json
 from vitcompress.io.tensors import ACCEPTED, LIBRARY_ERRORS, read_checkpoint
 from vitcompress.models.arguments import base_of, describe_shapes, shapes_of
 
@@ -81,10 +81,11 @@ UNUSED = re.compile(r"^pooler\.|relative_position_index$")  # tensors that class
 class WeightFile:
     """Weights with timm's names.
 
-    stated: arguments of timm.create_model, preprocessing and `model`, a name of timm, according to `stated_in`.
-    part: the key of a training checkpoint that the weights are from.
+    weights: their place; on the hub with the revision. stated: arguments of timm.create_model, preprocessing and
+    `model`, a name of timm, according to `stated_in`. part: the key of a training checkpoint that the weights are from.
     """
 
+    weights: str = ""
     tensors: dict[str, Tensor] = field(repr=False, default_factory=dict)
     stated: Mapping[str, Any] = field(default_factory=dict)
     stated_in: str = ""
@@ -98,7 +99,35 @@ def open_weights(weights: str | Path) -> WeightFile:
     Raises:
         WeightsError: there are no weights of such a format at `weights`.
     """
-    path = _download(str(weights).removeprefix(HUB)) if str(weights).startswith(HUB) else Path(weights)
+    name, path, file = _locate(str(weights))
+    config, processor = (_table(read_json(path / n) if (path / n).is_file() else {}) for n in (CONFIG, PROCESSOR))
+    if config.get("hidden_act", "gelu") != "gelu":  # the only activation of timm's models of these architectures
+        raise WeightsError(f"{path} has the activation {config['hidden_act']}, timm's models have gelu")
+    tensors, part, content = read_checkpoint(file)
+    content |= config
+    tables = [_table(content.get("pretrained_cfg")), content, _processor(processor), _table(content.get("args"))]
+    stated_in = "the checkpoint's args" if file == path else CONFIG
+    return WeightFile(name, to_timm(tensors), _stated(tables), stated_in, _class_names(tables), part)
+
+
+def read_source(weights: str, arch: str) -> dict[str, str]:
+    """Where the dense weights are from: `weights`, on the hub with the revision, and `sha256` of the file.
+
+    weights: as in a recipe; `hub` are timm's weights of `arch`. Empty if there is no file, or none with revisions.
+    Raises WeightsError as `open_weights`.
+    """
+    if weights == "hub":
+        weights = f"{HUB}{name}" if (name := getattr(timm.get_pretrained_cfg(arch), "hf_hub_id", None)) else "random"
+    if weights in ("random", "train"):
+        return {}
+    name, _, file = _locate(weights)
+    return {"weights": name, "sha256": file_sha256(file)}
+
+
+def _locate(weights: str) -> tuple[str, Path, Path]:
+    """The name of `weights`, their file or the folder of Hugging Face, and the file in it. Raises WeightsError."""
+    path = _download(weights.removeprefix(HUB)) if weights.startswith(HUB) else Path(weights)
+    name = f"{weights.partition('@')[0]}@{path.name}" if weights.startswith(HUB) else weights  # a folder per revision
     files = [path / name for name in (*FOLDER_FILES, *SHARDED) if (path / name).is_file()]
     if path.is_dir() and not files:
         checkpoints = sorted(str(file) for file in path.iterdir() if file.suffix in CHECKPOINTS)
@@ -107,14 +136,7 @@ def open_weights(weights: str | Path) -> WeightFile:
     if files and files[0].name in SHARDED:
         message = f"the weights in {path} are in several files ({files[0].name}); one file is needed"
         raise WeightsError(message, hint="save them with save_pretrained(FOLDER, max_shard_size='100GB')")
-    config, processor = (_table(read_json(path / n) if (path / n).is_file() else {}) for n in (CONFIG, PROCESSOR))
-    if config.get("hidden_act", "gelu") != "gelu":  # the only activation of timm's models of these architectures
-        raise WeightsError(f"{path} has the activation {config['hidden_act']}, timm's models have gelu")
-    tensors, part, content = read_checkpoint(files[0] if files else path)
-    content |= config
-    tables = [_table(content.get("pretrained_cfg")), content, _processor(processor), _table(content.get("args"))]
-    stated_in = CONFIG if files else "the checkpoint's args"
-    return WeightFile(to_timm(tensors), _stated(tables), stated_in, _class_names(tables), part)
+    return name, path, files[0] if files else path
 
 
 def to_timm(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

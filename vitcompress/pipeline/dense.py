@@ -10,11 +10,12 @@ from torch import nn
 
 from vitcompress.errors import CheckFailedError, InputError, WeightsError
 from vitcompress.io.files import read_json, write_json
+from vitcompress.io.manifest import check_unchanged, read_manifest, write_manifest
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.text import describe_value
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.create import create_model, randomize_constants
-from vitcompress.models.weights import hub_classes
+from vitcompress.models.weights import hub_classes, read_source
 from vitcompress.pipeline.folder import lock_folder, record_settings, remove_unfinished
 from vitcompress.pipeline.job import Job
 from vitcompress.training.datasets import Images, few
@@ -41,6 +42,27 @@ def create_dense(job: Job) -> None:
             train_model(job, model, options, files.state, "dense", files.training)
         if job.runtime.is_main:
             write_model(job.dense_folder, model, job.base)
+            source = read_source(job.resolved.weights, job.base.arch)
+            write_manifest(job.dense_folder, source=source)
+            if source:
+                job.progress.note("dense model: {weights}, sha256 {sha256}".format(**source))
+
+
+def recorded_source(job: Job) -> dict[str, str]:
+    """The `read_source` of the weights that the dense model was created with; empty if it is unknown."""
+    return dict((read_manifest(job.dense_folder) or {}).get("source", {}))
+
+
+def check_source(job: Job) -> None:
+    """Raise InputError if the dense model was changed, or the weights of the recipe are no longer those it is from."""
+    check_unchanged(job.dense_folder)
+    before, weights = recorded_source(job), job.resolved.weights
+    if before and job.weights_problem is None and weights != "hub":  # which may need a network
+        now = read_source(weights, job.base.arch)
+        if now["sha256"] != before["sha256"]:
+            message = "{} has other weights (sha256 {:.12}) than this run was started with, {} ({:.12})"
+            hint = "--fresh starts over with them; without it, use the weights of then"
+            raise WeightsError(message.format(*now.values(), *before.values()), hint=hint)
 
 
 def load_dense(job: Job) -> nn.Module:

@@ -20,6 +20,7 @@ from vitcompress.models.checkpoint import read_plan
 from vitcompress.models.create import InputConfig, check_classifier, input_config
 from vitcompress.models.preprocessing import Preprocessing
 from vitcompress.models.source import FROM_RECIPE, USER, ResolvedModel, create_blank, load_class_names, resolve_model
+from vitcompress.models.weights import HUB
 from vitcompress.pipeline.folder import dense_folder
 from vitcompress.plan import Plan
 from vitcompress.recipe.schema import Recipe
@@ -194,7 +195,9 @@ class Job:
         return "cpu" if self.onnx_problem else str(self.runtime.device)
 
     def notes(self) -> Iterator[str]:
-        """Notes on images that are left out, and on ONNX files that do not run on the device of the run."""
+        """Notes on weights without a revision, images that are left out, and ONNX files on another device."""
+        if (name := self.resolved.weights).startswith(HUB) and name not in vars(self.recipe.model).values():
+            yield f"The weights are {name}; use this name with --weights to get the same again."
         if skipped := () if self.data is None else self.data.skipped:
             yield describe_skipped(skipped)
         if "onnx" in self.recipe.export.formats and self.onnx_problem:

@@ -15,7 +15,7 @@ from vitcompress.io.progress import Progress
 from vitcompress.models.create import create_model
 from vitcompress.models.source import list_by_source
 from vitcompress.models.weights import check_hub
-from vitcompress.pipeline.dense import check_teacher, has_dense, why_unchecked
+from vitcompress.pipeline.dense import check_source, check_teacher, has_dense, why_unchecked
 from vitcompress.pipeline.folder import ELSEWHERE, check_writable, nearest_existing
 from vitcompress.pipeline.job import Job, RunOptions, create_job
 from vitcompress.pipeline.latency import check_clock, check_latency
@@ -129,12 +129,14 @@ def check_room(job: Job) -> None:
 
 
 def check_weights(job: Job, *, download: bool = True) -> None:
-    """Raise InputError for dense weights that are not available or do not fit.
+    """Raise InputError for dense weights that are not available or do not fit, or are not those of the run so far.
 
     download: False checks only that timm has the weights, for the same classes.
     """
     table, arch, args = job.recipe.model, job.base.arch, job.base.arch_args
-    if table.weights in ("train", "random") or has_dense(job):
+    if has_dense(job):
+        return check_source(job)
+    if table.weights in ("train", "random"):
         return
     if job.weights_problem is not None:
         raise job.weights_problem

@@ -155,7 +155,11 @@ def check_files(
 def _dense_checks(
     files: RunFolder, dense: RunFolder, images: Tensor, real: bool, progress: Progress
 ) -> Iterator[Check]:
-    """Compare the files of the dense model with it, where its folder is present."""
+    """Check the folder of the dense model, and compare the files of that model with it, where the folder is present."""
+    changed = [replace(c, name=f"dense.{c.name}") for c in manifest_checks(dense) if c.verdict == "failed"]
+    yield from changed
+    if changed:
+        return
     paths = exported_files(files.path, DENSE)
     if paths and dense.plan.is_file():
         model, plan = load_model(dense.path), read_plan(dense.plan)
