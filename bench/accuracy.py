@@ -184,7 +184,7 @@ def _evaluate(
     progress.stage(f"Evaluate {known['artifact']}")
     if padded.remark:
         progress.note(padded.remark)
-    accuracy, mask = evaluate_images(padded, EvalLoader(images, padded.input, padded.batch, runtime), runtime)
+    accuracy, mask, _ = evaluate_images(padded, EvalLoader(images, padded.input, padded.batch, runtime), runtime)
     progress.note(f"{accuracy.correct} of {accuracy.total} correct")
     row = {
         **{key: known[key] for key in ("artifact", "runtime", "device", "precision", "threads", "sha256")},

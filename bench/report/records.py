@@ -288,9 +288,12 @@ class AccuracyRecord(TypedDict):
 
 
 class FileAccuracy(AccuracyRecord):
-    """Accuracy of an exported file. sha256: of the file; missing in reports of earlier versions."""
+    """Accuracy of an exported file. sha256: of the file; missing in reports of earlier versions, as is flips: images in
+    another class than by the compressed model.
+    """
 
     sha256: NotRequired[str | None]
+    flips: NotRequired[int]
 
 
 class McNemarRecord(TypedDict):

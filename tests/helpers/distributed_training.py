@@ -86,8 +86,8 @@ def main(folder: Path) -> None:
         tensors |= {f"{optimizer}.{name}": value for name, value in module.state_dict().items()}
     tensors |= {f"start.{name}": value for name, value in gated().state_dict().items()}
     loader = EvalLoader(images(), input_config(module.model), 5, runtime)
-    accuracy, right = evaluate_images(module, loader, runtime)
-    facts |= {"accuracy": asdict(accuracy), "correct": right.tolist()}
+    accuracy, right, classes = evaluate_images(module, loader, runtime)
+    facts |= {"accuracy": asdict(accuracy), "correct": right.tolist(), "classes": classes.tolist()}
     with torch.no_grad():
         answers = [functional.log_softmax(module(pixels), 1) for pixels, _ in loader]
     tensors["entropy"] = runtime.all_sum(-sum((p.exp() * p).sum() for p in answers))  # type: ignore[arg-type]

@@ -7,22 +7,36 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_study import TINY
 from whole_runs import ENVIRONMENT
 
 from vitcompress.bench.plots.study import accuracy_figure
 from vitcompress.bench.report import run as reports
 from vitcompress.errors import OutputError, VitcompressError
+from vitcompress.exporters.runtimes import open_runner
+from vitcompress.exporters.sidecar import read_sidecar
 from vitcompress.io.files import read_json
+from vitcompress.models.checkpoint import load_model
+from vitcompress.models.create import input_config
 from vitcompress.pipeline.folder import lock_folder
 from vitcompress.pipeline.study import results
 from vitcompress.pipeline.study.run import StudyOptions, run_study
 from vitcompress.pipeline.study.spec import load_study
+from vitcompress.training.data import open_test
+from vitcompress.training.distributed import Runtime
+from vitcompress.training.loaders import EvalLoader
+from vitcompress.training.options import DataOptions
+from vitcompress.verify.files import quarantine, reject_export
+
+CPU = Runtime(torch.device("cpu"))
+LONGER = ("epochs=8", "base.dense.epochs=5")  # after one epoch, outputs are too small to be compared in int8
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +151,59 @@ def test_a_failed_run_does_not_stop_the_others(tiny: Path, tmp_path: Path) -> No
     assert (tmp_path / "s" / "random_2-seed0" / "report.json").is_file()
 
 
+@pytest.fixture(scope="module")
+def int8(tiny: Path) -> tuple[Path, Path, dict[str, Any]]:
+    """File, folder and results of a study with rows in fp32, int8, and trained in int8."""
+    path, folder = tiny.parent / "int8.toml", tiny.parent / "int8"
+    text = TINY.replace("formats = []", 'formats = ["onnx"]')
+    row = text[text.rindex("[[row]]") :]
+    for name, sets in ("int8", ["export.precision=int8"]), ("trained", ["export.precision=int8", "quantize.epochs=1"]):
+        new = row.replace("random_2", name).replace('"Control"', '"random"')
+        text += new.replace('"random"\ntitle', f'"{name}"\ntitle').replace('curve = "random"', f'curve = "{name}"')
+        text += f"set = {json.dumps([*sets, 'export.calibration=32'])}\n"
+    path.write_text(text)
+    return path, folder, run_study(load_study(str(path), LONGER), StudyOptions(folder, seeds=1))
+
+
+def test_a_row_in_int8_has_the_accuracy_of_its_file(int8: tuple[Path, Path, dict[str, Any]]) -> None:
+    _, folder, result = int8
+    images = open_test(DataOptions("digits"))[1]
+    for run, row in zip(result["runs"], result["rows"], strict=True):
+        path = folder / run["run"]
+        model, file = load_model(path).eval(), path / "model.onnx"
+        pixels = torch.cat([x for x, _ in EvalLoader(images, input_config(model), 64, CPU)])
+        with closing(open_runner(file)) as runner, torch.no_grad():
+            served, own = runner(pixels).argmax(1), model(pixels).argmax(1)
+        labels = torch.tensor(images.labels)
+        right, ours = served == labels, own == labels
+        assert run["correct"] == int(right.sum()) == result["speed"]["correct"][run["run"]]
+        only = int((ours & ~right).sum()), int((right & ~ours).sum())
+        assert (run["flips"], row["only_model"], row["only_file"]) == (
+            int((served != own).sum()),
+            *only,
+        )
+        precision = "fp32" if row["row"] in ("control", "random_2") else "int8"
+        assert read_sidecar(file)["precision"] == row["precision"] == precision  # type: ignore[index]
+    same = [(folder / f"{name}-seed0" / "model.safetensors").read_bytes() for name in ("random_2", "int8", "trained")]
+    assert same[0] == same[1] != same[2]
+    assert "flips (p)" in (folder / "study.md").read_text() and all(run["passed"] for run in result["runs"])
+
+
+def test_a_file_that_fails_is_a_failed_run(int8: tuple[Path, Path, dict[str, Any]], tmp_path: Path) -> None:
+    path, whole, result = int8
+    folder = shutil.copytree(whole, tmp_path / "s")
+    run = folder / "int8-seed0"
+    quarantine(run / "model.onnx")
+    reject_export(run, "model.onnx", "agreement.model.onnx.flips: 3 images")
+    with pytest.raises(
+        VitcompressError, match=r"1 of 4 runs failed\n  int8-seed0: agreement.model.onnx.flips: 3 images"
+    ):
+        run_study(load_study(str(path), LONGER), StudyOptions(folder, seeds=1))
+    without = run_study(load_study(str(path), LONGER, rows=["trained"]), StudyOptions(folder, seeds=1))
+    assert [row["row"] for row in without["rows"]] == ["trained"] and without["pairs"] == []
+    assert without["runs"] == [{**one, "speedup": without["runs"][0]["speedup"]} for one in result["runs"][-1:]]
+
+
 # ------------------------------------------------------------------------------------------------------------ bad input
 
 
@@ -178,7 +245,9 @@ def test_tables_have_means_counts_and_verdicts(whole: tuple[Path, dict[str, Any]
     page = (folder / "study.md").read_text()
     correct = result["runs"][1]["correct"]
     assert f"{correct} of 540" in page and result["pairs"][0]["verdict"] in page and "McNemar" in page
-    assert len(results.row_table(result).rows) == 3 and len(results.pair_table(result).rows) == 1
+    assert (
+        "flips" not in page and len(results.row_table(result).rows) == 3 and len(results.pair_table(result).rows) == 1
+    )
     bare = {**result, "speed": None, "rows": [{**row, "speedup": None} for row in result["rows"]]}
     assert {row[-1] for row in results.row_table(bare).rows} == {"not measured"}
 

@@ -13,7 +13,7 @@ from vitcompress import cli, recipes
 from vitcompress.errors import RecipeError
 from vitcompress.io.progress import Progress
 from vitcompress.pipeline.study import run
-from vitcompress.pipeline.study.spec import epochs_before_recovery, load_study
+from vitcompress.pipeline.study.spec import epochs_outside_recovery, load_study
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +22,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("studies") / "tiny.toml"
     path.write_text(TINY)
     return path
+
+
+TO_INT8 = ("pruned_layers = 2 }]", 'pruned_layers = 2 }]\nset = ["export.precision=int8"]')
 
 
 class Rows(Progress):
@@ -44,7 +47,8 @@ def test_wrong_arguments_are_reported_and_nothing_is_written(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert error_of("digit") == "there is no study called 'digit', and no such file; nearest: digits"
+    nearest = "digits, digits_int8"
+    assert error_of("digit") == f"there is no study called 'digit', and no such file; nearest: {nearest}"
     assert error_of(str(tiny), "--seeds", "0") == "seeds must be 1 or more, got 0"
     assert error_of(str(tiny), "--jobs", "0") == "jobs must be 1 or more, got 0"
     assert error_of(str(tiny), "--rows", "contol") == "the study has no row 'contol', did you mean control?"
@@ -66,6 +70,14 @@ def test_wrong_arguments_are_reported_and_nothing_is_written(
         (("[options.random]", "[options.randm]"), "options.randm   there is no method 'randm', did you mean random?"),
         (("attention = 1", "atention = 1"), "row random_2: step[0].atention"),
         (('distillation = "soft"', 'epochs = 3, distillation = "soft"'), "base.finetune.epochs"),
+        (TO_INT8, "row random_2: export.formats   must contain onnx: "),
+        (
+            ("pruned_layers = 2 }]", 'pruned_layers = 2 }]\nset = ["finetune.epochs=3"]'),
+            "row random_2.set   follows from",
+        ),
+        (("pruned_layers = 2 }]", 'pruned_layers = 2 }]\nset = ["export.precison=int8"]'), "export.precison"),
+        (("pruned_layers = 2 }]", 'pruned_layers = 2 }]\nset = ["quantize.epochs=1"]'), "quantize   has no effect"),
+        (("epochs = 2\n", "epochs = 2\nlike = 3\n"), "like"),
     ],
 )
 def test_mistakes_in_the_file_are_reported(tiny: Path, tmp_path: Path, change: tuple[str, str], words: str) -> None:
@@ -74,6 +86,31 @@ def test_mistakes_in_the_file_are_reported(tiny: Path, tmp_path: Path, change: t
     with pytest.raises(RecipeError) as caught:
         load_study(str(path))
     assert words in caught.value.message and "of the study" in caught.value.message
+
+
+def test_a_row_trained_in_int8_gets_no_more_epochs(tiny: Path, tmp_path: Path) -> None:
+    path = tmp_path / "int8.toml"
+    path.write_text(TINY.replace(*TO_INT8).replace("formats = []", 'formats = ["onnx"]'))
+    sets = ["epochs=5", 'row.1.set=["export.precision=int8", "quantize.epochs=3"]']
+    control, trained = load_study(str(path), sets).rows
+    assert (control.recipe.finetune.epochs, control.recipe.export.precision) == (4, "fp32")
+    assert (trained.recipe.finetune.epochs, trained.recipe.quantize.epochs) == (1, 3)
+    with pytest.raises(RecipeError, match="row random_2: a total of 4 epochs leaves 0 for the fine-tuning"):
+        load_study(str(path), ["epochs=4", sets[1]])
+
+
+def test_a_study_takes_the_tables_of_another_except_its_own(tiny: Path, tmp_path: Path) -> None:
+    rows = TINY[TINY.index("[[row]]") :]
+    path = tmp_path / "like.toml"
+    path.write_text(f'like = "{tiny}"\nepochs = 7\n[base.export]\nformats = ["onnx"]\n{rows}')
+    first, like = load_study(str(tiny)), load_study(str(path))
+    assert (like.epochs, like.speed) == (7, first.speed)
+    for row, other in zip(first.rows, like.rows, strict=True):
+        expected = replace(row.recipe, export=replace(row.recipe.export, formats=("onnx",)))
+        finetune, summary = other.recipe.finetune, other.recipe.summary
+        assert finetune.epochs == 6 and other.recipe == replace(expected, finetune=finetune, summary=summary)
+    path.write_text(f'like = "digit"\nepochs = 7\n{rows}')
+    assert error_of(str(path)).startswith("there is no study called 'digit', and no such file; nearest: digits")
 
 
 def test_a_dry_run_counts_the_cost_of_rows_and_writes_nothing(tiny: Path, tmp_path: Path) -> None:
@@ -94,7 +131,7 @@ def test_progress_of_a_dry_run_is_not_on_standard_output(tiny: Path, tmp_path: P
 @pytest.mark.parametrize("name", recipes.study_names())
 def test_shipped_studies_give_every_row_the_same_training(name: str) -> None:
     loaded = load_study(name)
-    assert {epochs_before_recovery(r.recipe) + r.recipe.finetune.epochs for r in loaded.rows} == {loaded.epochs}
+    assert {epochs_outside_recovery(r.recipe) + r.recipe.finetune.epochs for r in loaded.rows} == {loaded.epochs}
     assert len({replace(r.recipe.finetune, epochs=1) for r in loaded.rows if r.recipe.finetune}) == 1
     assert len({(r.recipe.dense, r.recipe.data) for r in loaded.rows}) == 1
     opening = [line.removeprefix("#").strip() for line in recipes.study_text(name).splitlines() if line.startswith("#")]

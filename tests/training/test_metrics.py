@@ -82,9 +82,11 @@ def test_correct_images_are_in_the_order_of_the_data() -> None:
         batch_sizes.append(len(images))
         return predict(images)
 
-    accuracy, mask = evaluate_images(counted, EvalLoader(numbered(11, 5), INPUT, 3, CPU), CPU)
+    images = numbered(11, 5)
+    accuracy, mask, classes = evaluate_images(counted, EvalLoader(images, INPUT, 3, CPU), CPU)
     assert mask.dtype == bool and np.flatnonzero(~mask).tolist() == [0, 4, 9]
     assert (accuracy.correct, accuracy.total) == (mask.sum(), 11) and sum(batch_sizes) == 11
+    assert ((classes == images.labels) == mask).all()
 
 
 def test_numbers_that_are_not_finite_are_rejected() -> None:

@@ -76,10 +76,11 @@ def evaluate_models(job: Job) -> None:
         return
     job.progress.stage("Evaluate on the test images")
     loader = EvalLoader(job.data.test, job.input, job.recipe.finetune.batch_size, job.runtime)
-    accuracies, correct = dict[str, dict[str, object]](), dict[str, np.ndarray]()
+    accuracies, correct, top1 = dict[str, dict[str, object]](), dict[str, np.ndarray](), dict[str, np.ndarray]()
     for name, predict in _models(job):
-        accuracy, correct[name] = evaluate_images(predict, loader, job.runtime)
-        own = {"sha256": predict.describe()["sha256"]} if isinstance(predict, Runner) else {}
+        accuracy, correct[name], top1[name] = evaluate_images(predict, loader, job.runtime)
+        flips = int((top1[name] != top1.get("compressed", top1[name])).sum())
+        own = {"sha256": predict.describe()["sha256"], "flips": flips} if isinstance(predict, Runner) else {}
         accuracies[name] = {**accuracy.to_dict(), **own}
         job.progress.note(f"{name}: {accuracy.correct} of {accuracy.total} correct")
     names = {"mcnemar": "dense", "control_mcnemar": "control"}

@@ -79,26 +79,27 @@ def evaluate(predict: Callable[[Tensor], Tensor], loader: EvalLoader | BatchLoad
 @torch.inference_mode()
 def evaluate_images(
     predict: Callable[[Tensor], Tensor], loader: EvalLoader | BatchLoader, runtime: Runtime
-) -> tuple[Accuracy, np.ndarray]:
-    """`evaluate`, and whether each image is classified correctly: booleans in the order of the data, on every rank."""
-    loss, parts = torch.zeros((), dtype=torch.float64), [torch.zeros(0, 2)]
+) -> tuple[Accuracy, np.ndarray, np.ndarray]:
+    """`evaluate`, whether each image is classified correctly, and its top-1 class, in the order of the data."""
+    loss, parts = torch.zeros((), dtype=torch.float64), [torch.zeros(0, 3)]
     for images, targets in loader:
         logits, targets = predict(images).float().cpu(), targets.cpu()
         if not torch.isfinite(logits).all():
             message = "the logits of the model are not finite"
             raise VitcompressError(message, hint="check whether it was trained with amp fp16")
-        hits = logits.topk(min(5, logits.shape[1]), dim=1).indices == targets[:, None]
-        parts.append(torch.stack([hits[:, 0], hits.any(dim=1)], dim=1))
+        hits = (best := logits.topk(min(5, logits.shape[1]), dim=1).indices) == targets[:, None]
+        parts.append(torch.stack([hits[:, 0], hits.any(dim=1), best[:, 0]], dim=1))
         loss += functional.cross_entropy(logits, targets, reduction="none").double().sum()
     own = torch.cat(parts)
     total = len(own) if loader.total is None else loader.total
     if not total:
         raise DataError("there is no image to evaluate", hint="use a data set with test images")
-    right = torch.zeros(total, 2)
+    right = torch.zeros(total, 3)
     right[runtime.rank :: runtime.world_size] = own
     right, loss_sum = runtime.all_sum(right), float(runtime.all_sum(loss))
-    correct, correct5 = right.sum(dim=0).round().int().tolist()
-    return Accuracy(correct, correct5, total, loss_sum / total), right[:, 0].numpy() > 0.5
+    correct, correct5 = right[:, :2].sum(dim=0).round().int().tolist()
+    first, _, top1 = right.numpy().round().astype(int).T
+    return Accuracy(correct, correct5, total, loss_sum / total), first > 0, top1
 
 
 def mcnemar(a_correct: np.ndarray, b_correct: np.ndarray) -> McNemar:

@@ -90,12 +90,17 @@ def write_results(folder: Path, study: Study, runs: Sequence[Run], speed: Speed 
     """Write study.json and study.md; returns the content of study.json, which has no paths."""
     reports: list[dict[str, Any]] = [dict(read_report(run.folder)) for run in runs]
     records = [_run_record(run, report, speed) for run, report in zip(runs, reports, strict=True)]
-    rows = [_row_record(row, [record for record in records if record["row"] == row.name]) for row in study.rows]
-    masks: dict[str, list[np.ndarray]] = {}
+    masks, models = dict[str, list[np.ndarray]](), dict[str, list[np.ndarray]]()
     for run, record in zip(runs, records, strict=True):
-        mask = np.ones(record["total"], bool)
-        mask[read_json(RunFolder(run.folder).mistakes)["compressed"]] = False
-        masks.setdefault(run.row.name, []).append(mask)
+        wrong = read_json(RunFolder(run.folder).mistakes)
+        for of_rows, name in ((masks, run.evaluated), (models, "compressed")):
+            mask = np.ones(record["total"], bool)
+            mask[wrong[name]] = False
+            of_rows.setdefault(run.row.name, []).append(mask)
+    rows = [_row_record(row, [record for record in records if record["row"] == row.name]) for row in study.rows]
+    for row in rows if any(record["flips"] is not None for record in records) else ():
+        test = mcnemar(np.concatenate(models[row["row"]]), np.concatenate(masks[row["row"]]))
+        row |= {"only_model": test.only_a, "only_file": test.only_b, "p_value": test.p_value}
     dense = {run.seed: report["accuracy"]["dense"] for run, report in zip(runs, reports, strict=True)}
     seeds = [{"seed": seed, **{key: accuracy[key] for key in COUNTS}} for seed, accuracy in dense.items()]
     result = {
@@ -118,7 +123,7 @@ def write_results(folder: Path, study: Study, runs: Sequence[Run], speed: Speed 
 
 def _run_record(run: Run, report: dict[str, Any], speed: Speed | None) -> dict[str, Any]:
     """One row with one seed: counts, cost, speed relative to the dense model, what was removed and kept."""
-    accuracy, cost, plan = report["accuracy"]["compressed"], report["cost"], report["plan"]
+    accuracy, cost, plan = report["accuracy"][run.evaluated], report["cost"], report["plan"]
     ratio = next((r for r in speed["ratios"] if r["b"] == run.name), None) if speed else None
     # The exported file that was measured must classify as many images correctly as the model.
     same_accuracy = speed is None or speed["correct"][run.name] == accuracy["correct"]
@@ -127,6 +132,7 @@ def _run_record(run: Run, report: dict[str, Any], speed: Speed | None) -> dict[s
         "row": run.row.name,
         "seed": run.seed,
         **{key: accuracy[key] for key in COUNTS},
+        "flips": accuracy.get("flips"),
         "params": cost["compressed"]["params"],
         "macs": cost["compressed"]["macs"],
         "macs_ratio": cost["compressed"]["macs"] / cost["dense"]["macs"],
@@ -161,6 +167,8 @@ def _row_record(row: Row, seeds: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "speedup_range": [min(speedups), max(speedups)] if speedups else None,
         "before_recovery": fmean(before) if len(before) == len(seeds) else None,
         "recovery_epochs": row.recipe.finetune.epochs,
+        "precision": row.recipe.export.precision,
+        "flips": None if None in (flips := [seed["flips"] for seed in seeds]) else sum(flips),
     }
 
 
@@ -172,7 +180,8 @@ def compare_rows(rows: Sequence[dict[str, Any]], correct: Mapping[str, Sequence[
     pairs = []
     for row in rows:
         for curve in row["against"]:
-            rivals = [other for other in rows if other["curve"] == curve]
+            if not (rivals := [other for other in rows if other["curve"] == curve]):  # not selected
+                continue
             rival = min(rivals, key=lambda other: abs(other["macs"] - row["macs"]))
             masks = [correct[one["row"]] for one in (row, rival)]
             differences = [float(a.mean() - b.mean()) for a, b in zip(*masks, strict=True)]
@@ -208,7 +217,8 @@ def row_table(study: dict[str, Any]) -> Table:
     """One line per row of the study, the dense model first.
 
     `before recovery` is the held-out accuracy of the pruned model before the final fine-tuning, but after the training
-    of a step that trains. `accuracy` is on the test images.
+    of a step that trains. `accuracy` is on the test images. `flips` are test images that the exported file puts into
+    another class than its model in fp32, with McNemar's p-value of both.
     """
     columns: Columns = {
         "row": "{title}",
@@ -220,10 +230,12 @@ def row_table(study: dict[str, Any]) -> Table:
         "MACs ratio": lambda row: _format_spread(row["macs_ratio"], row["macs_ratio_range"]),
         "speed-up": lambda row: _format_spread(row["speedup"], row["speedup_range"]),
     }
+    if any(row["flips"] is not None for row in study["rows"]):
+        columns["flips (p)"] = lambda row: "" if row["flips"] is None else f"{row['flips']} ({row['p_value']:.2g})"
     dense, speed = study["dense"], "1" if study["speed"] else NOT_MEASURED
     correct, total = (sum(seed[key] for seed in dense["seeds"]) for key in COUNTS)
     sizes = (format_count(dense["cost"][key]) for key in ("params", "macs"))
-    first = ("dense", "", _format_accuracy(dense), f"{correct} of {total}", *sizes, "1", speed)
+    first = ("dense", "", _format_accuracy(dense), f"{correct} of {total}", *sizes, "1", speed, "")[: len(columns)]
     title = f"{study['study']}: {study['seeds']} seeds, {study['epochs']} epochs each"
     return Table(title, tuple(columns), (first, *Table.of("", columns, study["rows"]).rows))
 

@@ -24,6 +24,7 @@ from vitcompress.pipeline.study.results import measure_speed, write_results
 from vitcompress.pipeline.study.spec import Run, Study
 from vitcompress.training.data import check_named
 from vitcompress.training.distributed import cpu_threads
+from vitcompress.verify.files import rejected_exports
 
 MOST = 1000  # seeds, and runs at a time
 MARK = "of_study.json"  # tells which study a folder belongs to
@@ -189,6 +190,8 @@ def _execute(run: Run, progress: Progress | None = None) -> Outcome:
     try:
         with cpu_threads(run.recipe.run.threads):
             run_recipe(run.recipe, RunOptions(out=run.folder), progress)
+        if not run.is_done:
+            problem = "; ".join(rejected_exports(run.folder).values())
     except VitcompressError as error:
         problem = error.message
     return run, time.monotonic() - start, problem

@@ -35,6 +35,7 @@ class RowTable:
     title: Annotated[str, Doc("of the row in tables")]
     step: Annotated[tuple[dict[str, JsonValue], ...], Doc("the steps of the row's recipe")]
     against: Annotated[tuple[str, ...], Doc("curves to compare with, each at the nearest cost")] = ()
+    set: Annotated[tuple[str, ...], Doc("changes of the row's recipe, as in `export.precision=int8`")] = ()
 
 
 class _Tables(BaseModel):
@@ -42,6 +43,7 @@ class _Tables(BaseModel):
 
     summary: str = ""
     epochs: Positive
+    like: str = ""
     speed: SpeedTable = SpeedTable()
     base: dict[str, JsonValue]
     options: dict[str, dict[str, JsonValue]] = {}
@@ -80,8 +82,15 @@ class Run:
         return self.folder.name
 
     @property
+    def evaluated(self) -> str:
+        """What is compared, as the report names it: the ONNX file if the recipe exports it, else the model."""
+        exported = RunFolder(self.folder).exported("model", ".onnx")
+        return exported.name if "onnx" in self.recipe.export.formats else "compressed"
+
+    @property
     def is_done(self) -> bool:
-        return RunFolder(self.folder).report.is_file()
+        files = RunFolder(self.folder)
+        return files.report.is_file() and (self.evaluated == "compressed" or (files.path / self.evaluated).is_file())
 
 
 def load_study(source: str, sets: Sequence[str] = (), rows: Sequence[str] = ()) -> Study:
@@ -92,6 +101,10 @@ def load_study(source: str, sets: Sequence[str] = (), rows: Sequence[str] = ()) 
         InputError: no such study or row; with the nearest names.
     """
     name, data = read_table("study", source)
+    other = read_table("study", data["like"])[1] if isinstance(data.get("like"), str) else {}
+    for key in ("speed", "base", "options"):
+        if isinstance(shared := other.get(key), dict) and isinstance(own := data.get(key, {}), dict):
+            data[key] = {**shared, **own}
     label = f"of the study {source}"
     problems = [problem for text in sets if (problem := assign(data, text))]
     tables = validate(_Tables, data, "", problems)
@@ -102,7 +115,7 @@ def load_study(source: str, sets: Sequence[str] = (), rows: Sequence[str] = ()) 
     built = [row for table in selected if (row := _build_row(name, tables, table, wrong)) is not None]
     shared = list[Row]()
     for row in built if not (problems or wrong) else ():  # as this imports torch
-        if (left := tables.epochs - epochs_before_recovery(row.recipe)) < 1:
+        if (left := tables.epochs - epochs_outside_recovery(row.recipe)) < 1:
             reason = f"a total of {tables.epochs} epochs leaves {left} for the fine-tuning, expected 1 or more"
             wrong[reason].append(row.name)
         finetune = replace(row.recipe.finetune, epochs=left)
@@ -116,16 +129,17 @@ def load_study(source: str, sets: Sequence[str] = (), rows: Sequence[str] = ()) 
     return Study(name, tables.summary, tables.epochs, tables.speed, tuple(shared))
 
 
-def epochs_before_recovery(recipe: Recipe) -> int:
-    """Epochs of the trainings whose weights the fine-tuning starts from: the dense model and steps that train.
+def epochs_outside_recovery(recipe: Recipe) -> int:
+    """Epochs of the trainings that contribute to the final weights beside the fine-tuning: the dense model, steps that
+    train, and the training in eight bits.
 
     Trainings that only help a method to choose do not count.
     """
-    dense = recipe.dense.epochs if recipe.dense is not None else 0
+    other = recipe.quantize.epochs + (recipe.dense.epochs if recipe.dense is not None else 0)
     from vitcompress.methods.table import find_method  # imports torch
 
     steps = [find_method(step.method).describe(step.options).training for step in recipe.steps]
-    return dense + sum(training(recipe.finetune).epochs for training in steps if training)
+    return other + sum(training(recipe.finetune).epochs for training in steps if training)
 
 
 def _build_row(study: str, tables: _Tables, row: RowTable, wrong: dict[str, list[str]]) -> Row | None:
@@ -133,11 +147,13 @@ def _build_row(study: str, tables: _Tables, row: RowTable, wrong: dict[str, list
     steps = [{**tables.options.get(str(step.get("method")), {}), **step} for step in row.step]
     data: dict[str, object] = {"name": row.name, "summary": f"{study}: {row.title}", **tables.base, "step": steps}
     try:
-        recipe = build_recipe(row.name, data)
+        recipe = build_recipe(row.name, data, row.set)
     except RecipeError as error:
         for problem in error.problems:
             wrong[problem].append(row.name)
         return None
+    if recipe.export.precision != "fp32" and "onnx" not in recipe.export.formats:
+        wrong["export.formats   must contain onnx: the accuracy in this precision is that of the file"].append(row.name)
     return Row(**vars(row), recipe=recipe)
 
 
@@ -152,8 +168,9 @@ def _contradictions(tables: _Tables) -> list[str]:
         if curve not in curves
     ]
     finetune = tables.base.get("finetune")
-    if isinstance(finetune, dict) and "epochs" in finetune:
-        problems.append("base.finetune.epochs   follows from the study's total: set epochs instead")
+    places = ["base.finetune.epochs"] if isinstance(finetune, dict) and "epochs" in finetune else []
+    places += [f"row {row.name}.set" for row in tables.row if "finetune.epochs" in " ".join(row.set)]
+    problems += [f"{place}   follows from the study's total: set epochs instead" for place in places]
     for method in tables.options:
         try:
             find_options(method)
