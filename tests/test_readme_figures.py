@@ -41,17 +41,6 @@ RATIOS = {
         "dense",
         "deit_small_patch16_224, OpenVINO bf16 over timm's own ONNX",
     ),
-    "throughput as `vitcompress bench` reports it, over a bare loop on the same session": ("harness", "harness"),
-    "time of a training step with gates on all channels, over plain timm (DeiT-S)": ("gates", "channel gates"),
-    "time of a training step of HetDPT's importance search, over plain timm (DeiT-S)": ("gates", "score search"),
-    "time of SERo's exploration step over a plain one, masked criterion (DeiT-T)": (
-        "methods",
-        "exploration step, masked criterion",
-    ),
-    "time of SERo's exploration step over a plain one, dense criterion (DeiT-T)": (
-        "methods",
-        "exploration step, dense criterion",
-    ),
 }
 # Rows of the study's tables, in the order of their columns.
 STUDY = {

@@ -11,18 +11,15 @@ from pathlib import Path
 import torch
 
 from vitcompress.bench import environment, machine
-from vitcompress.bench.self import cost, speed
+from vitcompress.bench.self import speed
 from vitcompress.bench.self.speed import Line, Options, describe
 from vitcompress.io.files import write_json
 
 # Every part yields a Line per result; the first line of its docstring is its help text.
 PARTS: dict[str, Callable[[Options], Iterator[Line]]] = {
-    "gates": cost.time_gates,
-    "harness": speed.time_harness,
     "realised": speed.run_pruned,
     "dense": speed.run_dense,
-    "screens": cost.run_proxies,
-    "exploration": cost.time_exploration,
+    "screens": speed.run_proxies,
     "int8": speed.run_int8,
     "gpu": speed.run_gpu,
 }
@@ -63,7 +60,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     default = [name for name in PARTS if name != "gpu"]
     parser.add_argument("parts", nargs="*", default=default, help="which parts to run (default: all but gpu)")
-    parser.add_argument("--arch", help=f"model of parts with one model (default: {Options.arch})")
     parser.add_argument("--batch", type=_count, help=f"images per run (default: {Options.batch}; gpu: 256)")
     parser.add_argument("--runs", type=_count, help=f"timed runs (default: {Options.runs}; gpu: 100)")
     parser.add_argument("--threads", type=_count, help="threads of one call of a runtime (default: the runtime's)")

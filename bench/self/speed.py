@@ -1,8 +1,8 @@
-"""Dense and pruned models in all runtimes, and the benchmark compared with a bare loop."""
+"""Dense and pruned models in all runtimes, and the scores of UP-ViT."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -13,12 +13,11 @@ import torch
 from torch import nn
 
 import vitcompress as vc
-from vitcompress.bench import artifacts, suite, timing
+from vitcompress.bench import artifacts, suite
 from vitcompress.errors import first_line
 from vitcompress.exporters import available_exporter
 from vitcompress.exporters.onnx.libraries import RTX
 from vitcompress.exporters.onnx.providers import CUDA, TENSORRT
-from vitcompress.exporters.onnx.runner import OnnxRunner
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.quantize.calibrate import calibrate
 from vitcompress.exporters.runtimes import RunnerOptions
@@ -30,10 +29,10 @@ from vitcompress.models.cost import count_cost
 from vitcompress.models.create import create_model, input_config, plan_of
 from vitcompress.plan import Plan
 from vitcompress.recipe.load import load_recipe
+from vitcompress.training.data import open_data
 
 Line = dict[str, Any]  # one result as plain data: `what`, and `text` or a `ratio` with its samples
-SMALLEST = "deit_tiny_patch16_224"  # with batch 1, where a harness costs most
-ROUNDS_PER_RUN = 5
+DENSE = ("deit_tiny_patch16_224", "deit_small_patch16_224")
 FILES = {"our ONNX": ("onnx", "fp32"), "OpenVINO fp32": ("openvino", "fp32"), "OpenVINO bf16": ("openvino", "bf16")}
 # Name of a result, which begins with the recipe -> changes of the recipe.
 PRUNED: dict[str, tuple[str, ...]] = {
@@ -59,6 +58,13 @@ SERVED = {  # files that are compared with that of the dense model in fp32 in ON
     "OpenVINO bf16": ("openvino", "bf16"),
     "OpenVINO int8+bf16": ("openvino", "int8+bf16"),
 }
+TARGET = {"embed_dim": 32, "num_heads": 2}  # half of every width
+SCREENS: dict[str, dict[str, Any]] = {
+    "Gauss-Newton, 1 direction": {"score": "fisher", "directions": 1},
+    "Gauss-Newton, 2 directions": {"score": "fisher"},
+    "Gauss-Newton, all 9 directions": {"score": "fisher", "directions": 9},
+    "Gauss-Newton, then exact on a quarter": {"score": "screened", "band": 0.25},
+}
 RANGE_IMAGES = 12  # of noise: no time depends on the ranges
 QUANTIZED = ("deit_s_hetdpt", "deit_s_sero_70", "deit_iso_2_6g", "hetdpt_plus_2_4g", "up_deit_s")
 PROVIDERS = (CUDA, TENSORRT, RTX)  # of ONNX Runtime
@@ -66,9 +72,8 @@ PROVIDERS = (CUDA, TENSORRT, RTX)  # of ONNX Runtime
 
 @dataclass(frozen=True)
 class Options:
-    """arch: model of the parts that need only one. threads: of one call of a runtime."""
+    """threads: of one call of a runtime."""
 
-    arch: str = "deit_small_patch16_224"
     batch: int = 8
     runs: int = 20
     threads: int | None = None
@@ -79,30 +84,9 @@ class Options:
         return suite.BenchOptions("paper", self.batch, 3, self.runs, RunnerOptions(threads=self.threads))
 
 
-def time_harness(options: Options) -> Iterator[Line]:
-    """Throughput as reported by the benchmark over that of a bare loop on the same ONNX Runtime session."""
-    protocol = timing.Protocol("block", batch=1, warmup=1, runs=5)
-    with TemporaryDirectory() as folder:
-        file = write(create_model(SMALLEST), Path(folder) / "harness", "onnx", ExportOptions())
-        runner = OnnxRunner(file, options.bench.runner)
-    images = artifacts.synthetic_images(runner.input_size, 1, 0)
-    bare = partial(runner.session.run, None, {"images": images.numpy()})
-    ours, plain = timing.Samples("harness", 1, "wall"), timing.Samples("bare loop", 1, "wall")
-    target = timing.Target("harness", runner.bind(images))
-    for _ in range(ROUNDS_PER_RUN * options.runs):  # many short blocks: disturbances come in bursts and spoil few
-        (part,) = timing.measure([target], protocol)
-        ours.blocks_ms.append([1000 / part.images_per_second])
-        bare()
-        began = time.perf_counter()
-        for _ in range(protocol.runs):
-            bare()
-        plain.blocks_ms.append([1000 * (time.perf_counter() - began) / protocol.runs])
-    yield time_ratio("harness", plain, ours)
-
-
 def run_dense(options: Options) -> Iterator[Line]:
     """Dense DeiT-T and DeiT-S: our ONNX file and OpenVINO over timm's own ONNX export of the same architecture."""
-    for arch in (SMALLEST, Options.arch) if options.arch == Options.arch else (options.arch,):
+    for arch in DENSE:
         for name, form in FILES.items():
             pair = {"timm's own ONNX": f"{artifacts.TIMM_ONNX}{arch}", name: create_model(arch)}
             yield attempt(f"{arch}, {name} over timm's own ONNX", compare, pair, options.bench, *form)
@@ -138,6 +122,43 @@ def run_int8(options: Options) -> Iterator[Line]:
             what = f"{name}: {names[ratio['b']]}, batch {ratio['batch']}"
             pair = {"a": names[ratio["a"]], "b": names[ratio["b"]]}
             yield {"what": what, "ratio": ratio["median"], **ratio, **pair, "conditions": conditions}
+
+
+def run_proxies(options: Options) -> Iterator[Line]:
+    """UP-ViT's proxy scores on a trained model: time, and removed channels in common with exact scores.
+
+    Trains the model of `digits_up`, which has about 2000 channels, and uses ten images per unit of `runs` (20: 200 of
+    the 1068 training images). Times include loading them, as in a real step.
+    """
+    recipe, images = load_recipe("digits_up"), 10 * options.runs
+    data = open_data(recipe.data, recipe.run.seed)
+    args: dict[str, Any] = {**recipe.model.args, "num_classes": len(data.classes)}
+    model = vc.create_model(recipe.model.name, seed=recipe.run.seed, **args)
+    vc.finetune(model, data.train, data.heldout, device="cpu", seed=recipe.run.seed, **asdict(recipe.dense))
+
+    def time_plan(**settings: Any) -> tuple[float, Plan]:
+        began = time.perf_counter()
+        plan = vc.plan(model, "upvit", data.train, device="cpu", target_args=TARGET, images=images, **settings)
+        return time.perf_counter() - began, plan
+
+    seconds, exact = time_plan(score="exact")
+    yield {"what": "exact scores", "text": f"{seconds:.1f} s for {images} images", "seconds": seconds, "images": images}
+    sizes = {space.name: space.size for space in family_of(model).spaces(model)}
+    for name, settings in SCREENS.items():
+        own, proxy = time_plan(**settings)
+        cheaper, common = seconds / own, share_in_common(sizes, exact, proxy)
+        text = f"{cheaper:.1f} times cheaper, {100 * common:.1f} % of the removed channels in common with exact scores"
+        figures = {"cheaper": cheaper, "in_common": common, "seconds": own, "images": images}
+        yield {"what": f"screen: {name}", "text": text, **figures}
+
+
+def share_in_common(sizes: Mapping[str, int], exact: Plan, other: Plan) -> float:
+    """Share of the channels removed by `exact` that `other` removes too."""
+    removed = [
+        {(space, channel) for space, kept in plan.kept.items() for channel in {*range(sizes[space])} - {*kept}}
+        for plan in (exact, other)
+    ]
+    return len(removed[0] & removed[1]) / len(removed[0])
 
 
 def prune_recipe(name: str, changes: Sequence[str] = ()) -> tuple[nn.Module, nn.Module]:
@@ -226,12 +247,6 @@ def write(model: nn.Module, path: Path, form: str, options: ExportOptions) -> Pa
     config = input_config(model)
     ranges = partial(calibrate, images=artifacts.synthetic_images(config.size, RANGE_IMAGES, 0), precision="int8")
     return exporter.export(model, path, input=config, options=options.only(exporter.uses), calibrate=ranges).path
-
-
-def time_ratio(what: str, a: timing.Samples, b: timing.Samples) -> Line:
-    """Time of `a` over time of `b` with its interval and every sample."""
-    ratio = timing.ratio(a, b)
-    return {**ratio, "what": what, "ratio": ratio["median"], "samples_ms": {s.name: s.blocks_ms for s in (a, b)}}
 
 
 def describe(line: Line) -> str:

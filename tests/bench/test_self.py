@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vitcompress.bench.self import __main__ as own
-from vitcompress.bench.self import cost, speed
+from vitcompress.bench.self import speed
 from vitcompress.errors import OutputError
 from vitcompress.families import family_of
 from vitcompress.models.create import create_model
@@ -23,17 +23,22 @@ step = [{ method = "fixed", activation = [0], attention = [1] }]
 """
 
 
-def test_a_part_prints_and_writes_its_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "speed.json"
-    assert own.main(["gates", "--arch", TINY, "--batch", "2", "--runs", "6", "--out", str(out)]) == 0
+def test_a_part_prints_and_writes_its_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, options = tmp_path / "speed.json", ["--batch", "1", "--runs", "6", "--out", str(tmp_path / "speed.json")]
+    monkeypatch.setattr(speed, "FILES", {"our ONNX": speed.FILES["our ONNX"]})
+    monkeypatch.setattr(speed, "DENSE", (TINY,))
+    assert own.main(["dense", *options]) == 0
     written = json.loads(out.read_text())
-    assert [figure["what"] for figure in written["figures"]] == ["channel gates", "score search"]
-    for figure in written["figures"]:
-        assert figure["ci95"][0] <= figure["ratio"] <= figure["ci95"][1]
-        assert [len(blocks) for blocks in figure["samples_ms"].values()] == [6, 6]
-    assert written["settings"]["parts"] == ["gates"]
+    (line,) = written["figures"]
+    assert line["what"] == f"{TINY}, our ONNX over timm's own ONNX"
+    assert line["ci95"][0] <= line["ratio"] <= line["ci95"][1]
+    assert [row["artifact"] for row in line["rows"]] == ["timm's own ONNX", "our ONNX"]
+    assert all(row["samples_ms"] for row in line["rows"])
+    assert written["settings"] == {"parts": ["dense"], "set": {"batch": 1, "runs": 6}}
     assert written["machine"]["versions"]["torch"]
-    assert "channel gates: " in capsys.readouterr().out
+    assert f"{line['what']}: " in capsys.readouterr().out
 
 
 def test_an_error_keeps_earlier_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,24 +46,24 @@ def test_an_error_keeps_earlier_results(tmp_path: Path, monkeypatch: pytest.Monk
         yield {"what": "first", "text": "1 s"}
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(own.PARTS, "gates", broken)
+    monkeypatch.setitem(own.PARTS, "dense", broken)
     out = tmp_path / "speed.json"
     with pytest.raises(KeyboardInterrupt):
-        own.main(["gates", "--out", str(out)])
+        own.main(["dense", "--out", str(out)])
     assert [figure["what"] for figure in json.loads(out.read_text())["figures"]] == ["first"]
 
 
 def test_an_unwritable_file_fails_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(own.PARTS, "gates", lambda options: pytest.fail("measured"))
+    monkeypatch.setitem(own.PARTS, "dense", lambda options: pytest.fail("measured"))
     (tmp_path / "file").touch()
     with pytest.raises(OutputError):
-        own.main(["gates", "--out", str(tmp_path / "file" / "speed.json")])
+        own.main(["dense", "--out", str(tmp_path / "file" / "speed.json")])
 
 
 @pytest.mark.parametrize("option", ["--batch", "--runs", "--threads"])
 def test_nothing_is_measured_with_a_zero(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        own.main(["gates", option, "0"])
+        own.main(["dense", option, "0"])
     assert f"argument {option}: must be 1 or more, got 0" in capsys.readouterr().err
 
 
@@ -66,7 +71,7 @@ def test_an_unknown_part_is_rejected(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit) as caught:
         own.main(["speeed"])
     assert caught.value.code == 2
-    assert "there are gates, " in capsys.readouterr().err
+    assert "there are realised, " in capsys.readouterr().err
 
 
 def test_every_part_has_a_summary(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,15 +83,6 @@ def test_every_part_has_a_summary(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_line_without_a_ratio_shows_its_text() -> None:
     assert speed.describe({"what": "fold", "text": "0.5 s"}) == "fold: 0.5 s"
-
-
-def test_exploration_is_timed_in_whole_cycles() -> None:
-    lines = list(cost.time_exploration(speed.Options(arch=TINY, batch=1, runs=1)))
-    assert [line["what"] for line in lines] == [
-        "exploration step, masked criterion",
-        "exploration step, dense criterion",
-    ]
-    assert all(len(blocks) == 3 for line in lines for blocks in line["samples_ms"].values())
 
 
 def test_speed_is_compared_with_macs() -> None:
@@ -118,7 +114,7 @@ def test_padded_layouts_are_built_as_such() -> None:
 
 def test_proxy_scores_are_compared_by_removed_channels() -> None:
     exact, proxy = (Plan("any", kept={"a": kept, "b": (0,)}) for kept in ((0, 1), (1, 2)))
-    assert cost.share_in_common({"a": 4, "b": 2}, exact, proxy) == pytest.approx(2 / 3)
+    assert speed.share_in_common({"a": 4, "b": 2}, exact, proxy) == pytest.approx(2 / 3)
 
 
 def test_the_gpu_measurement_runs_and_records_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,15 +129,6 @@ def test_the_gpu_measurement_runs_and_records_the_device(tmp_path: Path, monkeyp
         assert all(row["samples_ms"] and row["device"].startswith(device) for row in what[name]["rows"])
         assert all(row["protocol"] == "paper-10/1/1" for row in what[name]["rows"])
     assert device == "cuda" or "not measured" in what["trt fp32"]["text"]
-
-
-def test_our_export_is_compared_with_timms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speed, "FILES", {"our ONNX": speed.FILES["our ONNX"]})
-    out = tmp_path / "speed.json"
-    assert own.main(["dense", "--arch", TINY, "--batch", "1", "--runs", "1", "--out", str(out)]) == 0
-    (line,) = json.loads(out.read_text())["figures"]
-    assert line["what"] == f"{TINY}, our ONNX over timm's own ONNX"
-    assert [row["artifact"] for row in line["rows"]] == ["timm's own ONNX", "our ONNX"]
 
 
 def test_a_comparison_that_fails_does_not_stop_the_others() -> None:
