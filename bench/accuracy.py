@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypedDict, cast
 
@@ -102,7 +102,7 @@ def run(
         results = [_evaluate(*one, images, options, progress) for one in zip(runners, benches, strict=True)]
     (first, reference), rows = results[0], [row for row, _ in results]
     tests = [
-        cast(ComparisonTest, {"a": first["artifact"], "b": row["artifact"], **asdict(mcnemar(reference, mask))})
+        cast(ComparisonTest, {"a": first["artifact"], "b": row["artifact"], **mcnemar(reference, mask)})
         for row, mask in results[1:]
     ]
     return {"images": len(images), "classes": len(classes), "rows": rows, "mcnemar": tests}

@@ -10,7 +10,7 @@ import pytest
 
 from vitcompress import cli, recipes
 from vitcompress.errors import VitcompressError
-from vitcompress.exporters import EXPORTERS
+from vitcompress.exporters.runtimes import EXPORTERS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("[a-z]*/**/README.md"))]

@@ -11,6 +11,7 @@ from typing_extensions import TypedDict
 
 from vitcompress.io.checks import Status
 from vitcompress.surgery.fold import FoldRecord
+from vitcompress.training.metrics import McNemarRecord
 
 SpeedVerdict = Literal["faster", "slower", "not distinguishable"]
 
@@ -294,19 +295,6 @@ class FileAccuracy(AccuracyRecord):
 
     sha256: NotRequired[str | None]
     flips: NotRequired[int]
-
-
-class McNemarRecord(TypedDict):
-    """Images that only one of two models classifies correctly, and the exact p-value.
-
-    difference: share of correct images of the second model minus that of the first, with its 95 % interval.
-    """
-
-    only_a: int
-    only_b: int
-    p_value: float
-    difference: NotRequired[float]
-    difference_ci95: NotRequired[Sequence[float]]
 
 
 class AccuracyPair(TypedDict, total=False):

@@ -15,12 +15,11 @@ from torch import nn
 import vitcompress as vc
 from vitcompress.bench import artifacts, suite
 from vitcompress.errors import first_line
-from vitcompress.exporters import available_exporter
 from vitcompress.exporters.onnx.libraries import RTX
 from vitcompress.exporters.onnx.providers import CUDA, TENSORRT
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.quantize.calibrate import calibrate
-from vitcompress.exporters.runtimes import RunnerOptions
+from vitcompress.exporters.runtimes import RunnerOptions, available_exporter
 from vitcompress.exporters.tensorrt.flavours import capability
 from vitcompress.families import family_of
 from vitcompress.io.text import format_interval, format_ratio, shorten_names

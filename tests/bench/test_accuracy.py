@@ -1,6 +1,6 @@
 """`vitcompress evaluate`: counts that equal a count by hand, and errors before anything is evaluated."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -71,7 +71,7 @@ def test_a_difference_is_tested_on_the_same_images(tmp_path: Path) -> None:
     assert test["only_a"] - test["only_b"] == rows[0]["correct"] - rows[1]["correct"]
     masks = [torch.ones(result["images"], dtype=torch.bool) for _ in range(2)]
     masks[1][: test["only_a"]], masks[0][test["only_a"] :][: test["only_b"]] = False, False
-    assert asdict(mcnemar(masks[0].numpy(), masks[1].numpy())).items() <= test.items()
+    assert mcnemar(masks[0].numpy(), masks[1].numpy()).items() <= test.items()
 
 
 def test_the_data_is_that_of_the_run_folder_unless_another_is_named(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from vitcompress.cli.output import terminal
 from vitcompress.errors import InputError
 from vitcompress.models.checkpoint import load_model
 from vitcompress.plan import Plan
-from vitcompress.verify import verify_folder
+from vitcompress.verify.folder import verify_folder
 
 
 @pytest.fixture(autouse=True)

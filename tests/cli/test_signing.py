@@ -20,9 +20,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from vitcompress import cli
 from vitcompress.errors import ArtifactError
-from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.onnx import export as onnx_export
-from vitcompress.exporters.runtimes import open_runner
+from vitcompress.exporters.runtimes import EXPORTERS, open_runner
 from vitcompress.exporters.sidecar import amend_sidecar, sidecar_path
 from vitcompress.exporters.tensorrt import runner
 from vitcompress.io.files import file_sha256, signed_files

@@ -10,8 +10,7 @@ import torch
 from click.testing import CliRunner
 
 from vitcompress.cli import main
-from vitcompress.exporters import EXPORTERS
-from vitcompress.exporters.runtimes import open_runner
+from vitcompress.exporters.runtimes import EXPORTERS, open_runner
 from vitcompress.exporters.sidecar import read_sidecar
 from vitcompress.exporters.tensorrt.export import layers_path
 from vitcompress.exporters.tensorrt.layers import parse_layers

@@ -9,9 +9,15 @@ import torch
 from contracts import build
 
 from vitcompress.errors import ArtifactError, InputError
-from vitcompress.exporters import EXPORTERS, available_exporter, exporter_of, find_exporter
 from vitcompress.exporters.onnx.export import ONNX
-from vitcompress.exporters.runtimes import RUNNERS, open_runner
+from vitcompress.exporters.runtimes import (
+    EXPORTERS,
+    RUNNERS,
+    available_exporter,
+    exporter_of,
+    find_exporter,
+    open_runner,
+)
 from vitcompress.models.create import input_config
 
 PLUGIN = """

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from vitcompress.exporters import EXPORTERS
+from vitcompress.exporters.runtimes import EXPORTERS
 from vitcompress.models.checkpoint import write_model
 from vitcompress.models.create import create_model
 from vitcompress.plan import Plan

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vitcompress.exporters import EXPORTERS
+from vitcompress.exporters.runtimes import EXPORTERS
 
 SETTINGS = {"CI", "TF_BUILD", "JENKINS_URL", "ORT_DISABLE_TELEMETRY", "XDG_CACHE_HOME"}  # disable or redirect telemetry
 FORMATS = {"onnx": "onnxruntime", "openvino": "openvino"}
@@ -15,7 +15,7 @@ SCRIPT = """
 import sys, torch
 from pathlib import Path
 from contracts import build
-from vitcompress.exporters import EXPORTERS
+from vitcompress.exporters.runtimes import EXPORTERS
 from vitcompress.exporters.runtimes import open_runner
 from vitcompress.models.create import input_config
 

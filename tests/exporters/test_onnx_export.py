@@ -15,11 +15,11 @@ from torch import nn
 
 from vitcompress import surgery
 from vitcompress.errors import InputError, OutputError, PrecisionError
-from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.onnx import export as onnx_export
 from vitcompress.exporters.onnx.export import export
 from vitcompress.exporters.onnx.file import graph_facts
 from vitcompress.exporters.options import ExportOptions
+from vitcompress.exporters.runtimes import EXPORTERS
 from vitcompress.io.files import file_sha256
 from vitcompress.methods.depth import depth_plan
 from vitcompress.models.create import input_config

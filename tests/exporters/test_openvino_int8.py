@@ -10,12 +10,11 @@ from torch import nn
 
 from vitcompress.bench.report.snippet import snippet
 from vitcompress.errors import DeviceError, InputError
-from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.base import Exported
 from vitcompress.exporters.openvino.export import read_contents
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.quantize.calibrate import calibrate
-from vitcompress.exporters.runtimes import open_runner
+from vitcompress.exporters.runtimes import EXPORTERS, open_runner
 from vitcompress.io import hardware
 from vitcompress.io.files import decode_json_values
 from vitcompress.models.create import create_model, input_config

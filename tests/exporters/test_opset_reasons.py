@@ -10,9 +10,9 @@ import pytest
 from torch import nn
 
 from vitcompress import surgery
-from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.onnx.export import export
 from vitcompress.exporters.options import ExportOptions
+from vitcompress.exporters.runtimes import EXPORTERS
 from vitcompress.families import family_of
 from vitcompress.models.create import create_model, input_config
 from vitcompress.plan import Plan

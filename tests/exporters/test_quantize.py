@@ -14,7 +14,6 @@ from contracts import build, images
 from torch import nn
 
 from vitcompress.errors import InputError, PrecisionError
-from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.base import Exported
 from vitcompress.exporters.onnx.export import export
 from vitcompress.exporters.onnx.rounded import rounded_logits
@@ -22,6 +21,7 @@ from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.quantize.calibrate import calibrate
 from vitcompress.exporters.quantize.emulate import EightBitProducts, round_values
 from vitcompress.exporters.quantize.graph import LARGEST, Quantization, find_products, quantize
+from vitcompress.exporters.runtimes import EXPORTERS
 from vitcompress.exporters.uint8 import from_bytes, to_bytes
 from vitcompress.io.checks import Check
 from vitcompress.models.create import input_config

@@ -15,10 +15,9 @@ from contracts import build
 from damage import edits
 
 from vitcompress.errors import ArtifactError, VitcompressError
-from vitcompress.exporters import EXPORTERS, exported_files, exporter_of
 from vitcompress.exporters.base import Exported
 from vitcompress.exporters.options import ExportOptions
-from vitcompress.exporters.runtimes import open_runner
+from vitcompress.exporters.runtimes import EXPORTERS, exported_files, exporter_of, open_runner
 from vitcompress.exporters.sidecar import (
     Sidecar,
     amend_sidecar,

@@ -18,8 +18,8 @@ from torch import nn
 
 from vitcompress import surgery
 from vitcompress.errors import InputError, OutputError, VitcompressError
-from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.options import ExportOptions
+from vitcompress.exporters.runtimes import EXPORTERS
 from vitcompress.exporters.sidecar import sidecar_path
 from vitcompress.exporters.tensorrt import export, runner
 from vitcompress.exporters.tensorrt.build import Built

@@ -15,9 +15,8 @@ from contracts import build
 
 from vitcompress.cli import main
 from vitcompress.errors import ArtifactError, DeviceError, InputError, VitcompressError
-from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.options import ExportOptions
-from vitcompress.exporters.runtimes import open_runner
+from vitcompress.exporters.runtimes import EXPORTERS, open_runner
 from vitcompress.exporters.sidecar import amend_sidecar, read_sidecar, sidecar_path
 from vitcompress.exporters.tensorrt import export, runner
 from vitcompress.exporters.tensorrt.flavours import RTX, create_log

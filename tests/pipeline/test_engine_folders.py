@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from vitcompress import surgery
 from vitcompress.cli import main
 from vitcompress.errors import InputError
-from vitcompress.exporters import EXPORTERS
+from vitcompress.exporters.runtimes import EXPORTERS
 from vitcompress.exporters.sidecar import amend_sidecar, read_sidecar
 from vitcompress.exporters.tensorrt import runner
 from vitcompress.io.files import file_sha256

@@ -9,9 +9,10 @@ import torch
 
 from vitcompress.cli.output import tables
 from vitcompress.errors import ArtifactError, InputError
-from vitcompress.exporters import EXPORTERS, doctor
+from vitcompress.exporters import doctor
 from vitcompress.exporters.onnx.export import export
 from vitcompress.exporters.options import ExportOptions
+from vitcompress.exporters.runtimes import EXPORTERS
 from vitcompress.exporters.sidecar import read_class_names
 from vitcompress.io import hardware
 from vitcompress.models.checkpoint import load_model, write_model

@@ -9,7 +9,7 @@ import torch
 from click.testing import CliRunner
 
 from vitcompress.cli import main
-from vitcompress.exporters import EXPORTERS
+from vitcompress.exporters.runtimes import EXPORTERS
 from vitcompress.exporters.sidecar import read_sidecar
 from vitcompress.models.checkpoint import write_model
 from vitcompress.models.create import create_model

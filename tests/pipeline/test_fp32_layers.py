@@ -13,10 +13,10 @@ from torch import nn
 
 from vitcompress.cli import main
 from vitcompress.errors import PrecisionError
-from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.precision import convert_precision
 from vitcompress.exporters.ranges import scan_ranges
+from vitcompress.exporters.runtimes import EXPORTERS
 from vitcompress.exporters.sidecar import read_sidecar
 from vitcompress.io.checks import Check
 from vitcompress.io.progress import Progress

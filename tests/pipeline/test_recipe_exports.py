@@ -20,8 +20,7 @@ from whole_runs import ARCH, ARGS, SMALL
 from vitcompress import cli
 from vitcompress.cli import main
 from vitcompress.errors import InputError
-from vitcompress.exporters import EXPORTERS
-from vitcompress.exporters.runtimes import open_runner
+from vitcompress.exporters.runtimes import EXPORTERS, open_runner
 from vitcompress.exporters.sidecar import read_sidecar
 from vitcompress.io.tensors import save_tensors
 from vitcompress.models.checkpoint import load_model
@@ -29,8 +28,8 @@ from vitcompress.models.create import create_model, input_config
 from vitcompress.pipeline.job import RunOptions
 from vitcompress.pipeline.run import run_recipe
 from vitcompress.recipe.load import load_recipe
-from vitcompress.verify import verify_folder
 from vitcompress.verify.files import rejected_exports
+from vitcompress.verify.folder import verify_folder
 
 HALF = SMALL + '[export]\nprecision = "fp16"\n'
 GATE = ("flips", "kl", "cosine", "error")

@@ -20,7 +20,7 @@ from vitcompress.pipeline.job import RunOptions
 from vitcompress.pipeline.run import run_recipe
 from vitcompress.plan import Plan
 from vitcompress.recipe.load import load_recipe
-from vitcompress.verify import verify_folder
+from vitcompress.verify.folder import verify_folder
 
 
 @pytest.fixture(scope="module")

@@ -176,8 +176,8 @@ def test_mcnemar_is_the_exact_binomial_test(only_a: int, only_b: int) -> None:
     b = np.array([True] * both + [False] * only_a + [True] * only_b)
     difference = mcnemar(a, b)
     expected = stats.binomtest(only_a, only_a + only_b).pvalue if only_a + only_b else 1.0
-    assert (difference.only_a, difference.only_b) == (only_a, only_b)
-    assert difference.p_value == pytest.approx(expected, rel=1e-12)
+    assert (difference["only_a"], difference["only_b"]) == (only_a, only_b)
+    assert difference["p_value"] == pytest.approx(expected, rel=1e-12)
 
 
 def test_mcnemar_wants_the_same_images() -> None:

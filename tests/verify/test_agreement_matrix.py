@@ -12,8 +12,8 @@ import torch
 from contracts import build
 from onnx import numpy_helper
 
-from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.options import ExportOptions
+from vitcompress.exporters.runtimes import EXPORTERS
 from vitcompress.exporters.tensorrt.export import source_path
 from vitcompress.models.create import input_config
 from vitcompress.verify.outputs import SHARES, Original, output_checks

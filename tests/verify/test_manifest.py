@@ -19,7 +19,7 @@ from vitcompress.io.manifest import _to_text, read_manifest, record_changes
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import load_tensors, save_tensors
 from vitcompress.models.checkpoint import load_model, read_plan
-from vitcompress.verify import verify_folder
+from vitcompress.verify.folder import verify_folder
 from vitcompress.verify.records import manifest_checks, report_checks
 
 

@@ -30,8 +30,9 @@ from vitcompress.models.create import create_model, input_config
 from vitcompress.pipeline.export_folder import export_folder, verify_export
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply_to_copy
-from vitcompress.verify import outputs, verify_folder
+from vitcompress.verify import outputs
 from vitcompress.verify.files import file_status, record_status, reject_export
+from vitcompress.verify.folder import verify_folder
 from vitcompress.verify.outputs import SHARES, Original, output_checks
 
 ARCH = "vit_tiny_patch16_224"

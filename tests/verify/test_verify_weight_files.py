@@ -14,11 +14,11 @@ from contracts import build, contract
 from pruned_models import check_weights, pruned
 from torch import nn
 
-from vitcompress.exporters import EXPORTERS
 from vitcompress.exporters.onnx.export import export
 from vitcompress.exporters.onnx.file import read_contents
 from vitcompress.exporters.openvino import runner
 from vitcompress.exporters.options import ExportOptions
+from vitcompress.exporters.runtimes import EXPORTERS
 from vitcompress.exporters.sidecar import sidecar_path
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.create import input_config

@@ -6,7 +6,7 @@ Commands import torch, rich and everything that needs them when they run, so tha
 import click
 
 from vitcompress import __version__
-from vitcompress.cli import artifacts, recipe, reports
+from vitcompress.cli import artifacts, recipe
 from vitcompress.cli.common import Commands
 
 # In the order of use, which `--help` keeps.
@@ -20,8 +20,8 @@ COMMANDS = (
     artifacts.sign,
     artifacts.bench,
     artifacts.evaluate,
-    reports.report,
-    reports.doctor,
+    artifacts.report,
+    artifacts.doctor,
 )
 
 

@@ -1,4 +1,4 @@
-"""Verify, export, measure and evaluate what runs wrote."""
+"""Verify, export, measure, evaluate and show what runs wrote; and what this machine can do."""
 
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -9,7 +9,8 @@ import click
 
 from vitcompress.cli import options as opt
 from vitcompress.cli.common import common_options, note_without_manifest, print_result, report_failure, show_progress
-from vitcompress.errors import InputError, RecipeError
+from vitcompress.cli.options import FILE, FOLDER
+from vitcompress.errors import InputError, MissingExtraError, RecipeError
 
 
 @click.command()
@@ -34,7 +35,7 @@ def verify(folder: Path, require_verified: bool, adopt: bool) -> int:
         from vitcompress.io.run_folder import RunFolder
         from vitcompress.pipeline.folder import dense_folder_of_run
         from vitcompress.pipeline.report import refresh_reports
-        from vitcompress.verify import verify_folder
+        from vitcompress.verify.folder import verify_folder
 
         progress.stage(f"Verify {folder}")
         dense = None
@@ -59,7 +60,7 @@ def verify(folder: Path, require_verified: bool, adopt: bool) -> int:
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
 @opt.option("--format name", "onnx (default), openvino, trt or trt-rtx.", **opt.alias("FORMAT"))
 @opt.export_options
-@opt.option("--out -o", "File to write (default: in DIR).", opt.FILE)
+@opt.option("--out -o", "File to write (default: in DIR).", FILE)
 @opt.flag("--dense", "Export the model before pruning, to compare with.")
 @opt.flag("--require-verified", "Exit code 1 if the file cannot be verified on this machine.")
 @opt.option("--sign", "Sign the file with this private key, unless a check fails.", **opt.KEY)
@@ -110,7 +111,7 @@ def export(
 
 
 @click.command()
-@click.argument("key", type=opt.FILE, metavar="KEY")
+@click.argument("key", type=FILE, metavar="KEY")
 @common_options
 def keygen(key: Path) -> int:
     """Write a private key to KEY and its public key to KEY.pub, as `ssh-keygen -t ed25519` does."""
@@ -192,7 +193,7 @@ def bench(artifacts: tuple[str, ...], notes: bool, **options: Any) -> int:
 @opt.option("--split", "Folder below PATH (default: val, validation or test).", metavar="NAME")
 @opt.option("--batch", "Images per call.", click.IntRange(1, opt.MOST), default=64, show_default=True)
 @opt.option("--workers", "Processes that load images.", click.IntRange(0, 1024), default=0, show_default=True)
-@opt.option("--bench", "Output of `bench --json`, to show throughput from.", opt.FILE)
+@opt.option("--bench", "Output of `bench --json`, to show throughput from.", FILE)
 @opt.preprocessing_options
 @opt.max_drop_option
 @opt.runner_options
@@ -222,3 +223,74 @@ def evaluate(artifacts: tuple[str, ...], max_drop: float | None, **options: Any)
         drops = list_drops(((f"{test['b']} against {test['a']}", test) for test in result["mcnemar"]), max_drop)
     limits = {"max_drop": max_drop, "drops": drops, "passed": not drops}
     return print_result({**result, **limits}, lambda _: tables.print_accuracy(result), "\n".join(drops))
+
+
+@click.command()
+@click.argument("folders", nargs=-1, required=True, metavar="DIR...")
+@opt.option("--plot", "File for a plot of accuracy against speed (default with several folders: comparison.png).", FILE)
+@opt.option("--pictures", "Folder for plots of the layers and channels that each run chose, with their scores.", FOLDER)
+@opt.option("--bench", "Output of `bench --json`, to take speeds from.", FILE)
+@opt.option(
+    "--sbom", "File for a software bill of materials (CycloneDX).", FILE, is_flag=False, flag_value="sbom.cdx.json"
+)
+@opt.max_drop_option
+@opt.require_signed_option
+@common_options
+def report(folders: tuple[str, ...], plot: Path | None, max_drop: float | None, **files: Path | None) -> int:
+    """Show the results of runs.
+
+    One run folder as a page; several side by side, with a plot of accuracy against speed. Updates the reports in the
+    folders if their files have changed.
+    """
+    pictures, sbom = files["pictures"], files["sbom"]
+    if sbom and len(folders) > 1:
+        raise InputError(f"--sbom describes one run folder, got {len(folders)}", hint="give one")
+    with show_progress() as progress:
+        from vitcompress.bench.report import compare
+        from vitcompress.bench.report import run as reports
+        from vitcompress.bench.report.loss import list_run_drops
+        from vitcompress.cli.output import tables, terminal
+        from vitcompress.io.files import write_text
+        from vitcompress.pipeline.report import read_reports
+
+        note_without_manifest(folders, progress)
+        result = compare.compare_runs(read_reports(folders, files["bench"], progress))
+        drops = [line for name, run in result["runs"].items() for line in list_run_drops(name, run, max_drop)]
+        result["plot"] = None
+        if plot or (len(folders) > 1 and len(result["not_plotted"]) < len(result["runs"])):
+            try:
+                result["plot"] = str(compare.plot(result["runs"], plot or Path("comparison.png")))
+            except MissingExtraError as error:
+                if plot:
+                    raise
+                progress.note(f"no plot: {error.message}: {error.hint}")
+        if pictures:
+            from vitcompress.bench.plots.run import draw
+
+            result["pictures"] = list(map(str, draw(folders, pictures)))
+            progress.note(f"pictures: {', '.join(result['pictures'])}")
+        if sbom:
+            from vitcompress.bench.report.sbom import build_sbom
+
+            write_text(sbom, build_sbom(Path(folders[0]), result["runs"][folders[0]]))
+            progress.note(f"bill of materials: {sbom}")
+        if result["plot"] and len(folders) == 1:
+            progress.note(f"plot: {result['plot']}")
+        page = reports.markdown(result["runs"][folders[0]])
+    show = tables.print_comparison if len(folders) > 1 else lambda _: terminal.print_document(page, "markdown")
+    return print_result({**result, "max_drop": max_drop, "drops": drops, "passed": not drops}, show, "\n".join(drops))
+
+
+@click.command()
+@common_options
+def doctor() -> int:
+    """Show what this machine can export, run and measure.
+
+    And how to install what is missing for the rest.
+    """
+    with show_progress():
+        from vitcompress.cli.output import tables
+        from vitcompress.exporters.doctor import examine
+
+        data = examine()
+    return print_result(data, tables.print_doctor)

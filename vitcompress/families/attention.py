@@ -17,7 +17,7 @@ class AnyWidthAttention(nn.Module):
     """Base of all sliced attentions; subclasses define `forward`.
 
     Args:
-        dense: the attention to replace, of timm or sliced. Its modules and parameters in `PARTS` are reused.
+        dense: the attention to replace, of timm or sliced. Its attributes in `PARTS` are reused.
         qk_dim, v_dim: channels of q and of v, over all heads.
         num_heads: number of heads.
 
@@ -92,11 +92,9 @@ class SlicedAttention(AnyWidthAttention):
 class SlicedRotaryAttention(SlicedAttention):
     """Attention that rotates q and k by the position of their patch (Eva). Prefix tokens have no position."""
 
+    PARTS = (*AnyWidthAttention.PARTS, "num_prefix_tokens", "rotate_half")
     WIDTHS = None
-
-    def __init__(self, dense: Any, qk_dim: int, v_dim: int, num_heads: int) -> None:
-        super().__init__(dense, qk_dim, v_dim, num_heads)
-        self.num_prefix_tokens, self.rotate_half = dense.num_prefix_tokens, dense.rotate_half
+    num_prefix_tokens: int
 
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, rope: Tensor | None = None
@@ -142,11 +140,10 @@ class SlicedPositionAttention(PositionAttention):
 class SlicedWindowAttention(PositionAttention):
     """Attention within windows (Swin)."""
 
+    PARTS = (*PositionAttention.PARTS, "window_size", "window_area")
     WIDTHS = ()
-
-    def __init__(self, dense: Any, qk_dim: int, v_dim: int, num_heads: int) -> None:
-        super().__init__(dense, qk_dim, v_dim, num_heads)
-        self.window_size, self.window_area = dense.window_size, dense.window_area
+    window_size: Any
+    window_area: int
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """x: windows, (batch x windows, tokens, channels) -> same shape.

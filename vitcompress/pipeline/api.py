@@ -18,10 +18,9 @@ from torch import nn
 from vitcompress import surgery
 from vitcompress.bench import suite
 from vitcompress.errors import InputError
-from vitcompress.exporters import EXPORTERS, available_exporter
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.runner import Runner, RunnerOptions
-from vitcompress.exporters.runtimes import open_runner
+from vitcompress.exporters.runtimes import EXPORTERS, available_exporter, open_runner
 from vitcompress.exporters.torch_runner import TorchRunner
 from vitcompress.io.checks import Verification
 from vitcompress.io.progress import Progress
@@ -46,7 +45,7 @@ from vitcompress.training.metrics import Accuracy, calibration_images
 from vitcompress.training.metrics import evaluate as evaluate_loader
 from vitcompress.training.options import TrainOptions, TrainResult
 from vitcompress.training.trainer import TrainingContext, TrainingControls
-from vitcompress.verify import verify_folder
+from vitcompress.verify.folder import verify_folder
 from vitcompress.verify.outputs import Original
 
 

@@ -12,7 +12,6 @@ from torch import nn
 
 from vitcompress.bench import suite
 from vitcompress.errors import ArtifactError, CheckFailedError, DeviceError, PrecisionError
-from vitcompress.exporters import find_exporter
 from vitcompress.exporters.base import Exported, Exporter, ModelInfo, write_sidecar
 from vitcompress.exporters.onnx.export import ONNX
 from vitcompress.exporters.options import AUTO, EIGHT_BITS, ONLY_EIGHT_BITS, ExportOptions
@@ -26,7 +25,7 @@ from vitcompress.exporters.ranges import (
     required_layers,
     scan_ranges,
 )
-from vitcompress.exporters.runtimes import open_runner
+from vitcompress.exporters.runtimes import find_exporter, open_runner
 from vitcompress.exporters.sidecar import read_sidecar
 from vitcompress.io import hardware
 from vitcompress.io.files import write_json

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from vitcompress.errors import ArtifactError, InputError
-from vitcompress.exporters import available_exporter, exported_files
 from vitcompress.exporters.base import Exported, Exporter
 from vitcompress.exporters.options import ExportOptions
+from vitcompress.exporters.runtimes import available_exporter, exported_files
 from vitcompress.exporters.sidecar import DENSE, check_sha256, read_class_names, read_sidecar, sidecar_path
 from vitcompress.exporters.tensorrt.export import source_path
 from vitcompress.io.checks import Check, Status, Verification, update_verification

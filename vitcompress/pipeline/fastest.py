@@ -9,10 +9,9 @@ from tempfile import TemporaryDirectory
 
 from vitcompress.bench import suite
 from vitcompress.errors import CheckFailedError, InputError
-from vitcompress.exporters import find_exporter
 from vitcompress.exporters.base import Exported
 from vitcompress.exporters.options import DEFAULTS, ONLY_EIGHT_BITS, ExportOptions, Precision
-from vitcompress.exporters.runtimes import open_runner
+from vitcompress.exporters.runtimes import find_exporter, open_runner
 from vitcompress.io.progress import Progress
 from vitcompress.io.text import format_speedup
 from vitcompress.pipeline.export import QUICK

@@ -22,8 +22,7 @@ from vitcompress.pipeline.job import Job
 from vitcompress.pipeline.report import list_names
 from vitcompress.training.loaders import EvalLoader
 from vitcompress.training.metrics import calibration_images, evaluate_images, mcnemar
-from vitcompress.verify import verify_folder
-from vitcompress.verify.folder import image_count
+from vitcompress.verify.folder import image_count, verify_folder
 
 
 def fold_model(job: Job) -> None:
@@ -84,7 +83,7 @@ def evaluate_models(job: Job) -> None:
         accuracies[name] = {**accuracy.to_dict(), **own}
         job.progress.note(f"{name}: {accuracy.correct} of {accuracy.total} correct")
     names = {"mcnemar": "dense", "control_mcnemar": "control"}
-    tests = {k: asdict(mcnemar(correct[a], correct["compressed"])) for k, a in names.items() if a in correct}
+    tests = {k: mcnemar(correct[a], correct["compressed"]) for k, a in names.items() if a in correct}
     write_json(job.files.mistakes, {name: np.flatnonzero(~mask).tolist() for name, mask in correct.items()})
     write_json(job.files.accuracy, {**accuracies, **tests})
 

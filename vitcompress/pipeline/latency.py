@@ -18,11 +18,10 @@ from torch import nn
 from vitcompress import surgery
 from vitcompress.bench import machine, suite, timing
 from vitcompress.errors import DeviceError
-from vitcompress.exporters import available_exporter
 from vitcompress.exporters.precision import HALF, present_layers
 from vitcompress.exporters.quantize.calibrate import calibrate
 from vitcompress.exporters.quantize.graph import EightBits
-from vitcompress.exporters.runtimes import Runner, RunnerOptions, TorchRunner, open_runner
+from vitcompress.exporters.runtimes import Runner, RunnerOptions, TorchRunner, available_exporter, open_runner
 from vitcompress.io.progress import Progress
 from vitcompress.methods import budget
 from vitcompress.methods.base import Goal, Measured, context_for

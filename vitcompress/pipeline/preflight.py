@@ -8,9 +8,9 @@ import torch
 
 from vitcompress.bench import timing
 from vitcompress.errors import InputError, OutputError
-from vitcompress.exporters import available_exporter, find_exporter
 from vitcompress.exporters.options import AUTO, EIGHT_BITS
 from vitcompress.exporters.precision import expand_layers
+from vitcompress.exporters.runtimes import available_exporter, find_exporter
 from vitcompress.io.progress import Progress
 from vitcompress.models.create import create_model
 from vitcompress.models.source import list_by_source

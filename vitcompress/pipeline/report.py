@@ -17,7 +17,7 @@ from vitcompress.bench.report import run as reports
 from vitcompress.bench.report.files import SETTINGS, match_rows
 from vitcompress.bench.report.records import ArtifactRecord, BenchRecord, BenchRow, FileAccuracy, Report
 from vitcompress.errors import ArtifactError, VitcompressError, first_line
-from vitcompress.exporters import exported_files
+from vitcompress.exporters.runtimes import exported_files
 from vitcompress.exporters.sidecar import DENSE, find_mismatches, read_sidecar
 from vitcompress.io.files import file_sha256, lock_folder, signed_files, write_json
 from vitcompress.io.manifest import check_unchanged, record_changes

@@ -21,7 +21,7 @@ from vitcompress.pipeline.preflight import check_formats, prepare
 from vitcompress.recipe.schema import Recipe
 from vitcompress.training import distributed
 from vitcompress.training.data import Splits
-from vitcompress.verify import verify_folder
+from vitcompress.verify.folder import verify_folder
 
 
 @dataclass(frozen=True)

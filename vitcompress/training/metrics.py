@@ -4,13 +4,15 @@ Sums are taken over all processes in float64; every image is counted exactly onc
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import NotRequired
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+from typing_extensions import TypedDict
 
 from vitcompress.errors import DataError, VitcompressError
 from vitcompress.models.create import InputConfig
@@ -54,18 +56,17 @@ class Accuracy:
         return {**asdict(self), "top1": self.top1, "top5": self.top5, "top1_ci95": list(self.interval)}
 
 
-@dataclass(frozen=True)
-class McNemar:
-    """Images that only one of two models gets right, and the exact two-sided p-value of that imbalance.
+class McNemarRecord(TypedDict):
+    """Images that only one of two models classifies correctly, and the exact p-value.
 
-    difference: share of correct images of `b` minus that of `a`, with its 95 % interval (`paired_interval`).
+    difference: share of correct images of the second model minus that of the first, with its 95 % interval.
     """
 
     only_a: int
     only_b: int
     p_value: float
-    difference: float
-    difference_ci95: tuple[float, float]
+    difference: NotRequired[float]
+    difference_ci95: NotRequired[Sequence[float]]
 
 
 def evaluate(predict: Callable[[Tensor], Tensor], loader: EvalLoader | BatchLoader, runtime: Runtime) -> Accuracy:
@@ -102,7 +103,7 @@ def evaluate_images(
     return Accuracy(correct, correct5, total, loss_sum / total), first > 0, top1
 
 
-def mcnemar(a_correct: np.ndarray, b_correct: np.ndarray) -> McNemar:
+def mcnemar(a_correct: np.ndarray, b_correct: np.ndarray) -> McNemarRecord:
     """McNemar's exact test (1947; binomial form) of two models on the same images.
 
     If both are equally good, each image that only one of them gets right is a fair coin: the p-value is the binomial
@@ -115,7 +116,8 @@ def mcnemar(a_correct: np.ndarray, b_correct: np.ndarray) -> McNemar:
     coins = only_a + only_b
     tail = sum(math.comb(coins, k) for k in range(min(only_a, only_b) + 1))
     difference = (only_b - only_a) / len(a)
-    return McNemar(only_a, only_b, min(1.0, 2 * tail / 2**coins), difference, paired_interval(only_a, only_b, len(a)))
+    counts: McNemarRecord = {"only_a": only_a, "only_b": only_b, "p_value": min(1.0, 2 * tail / 2**coins)}
+    return {**counts, "difference": difference, "difference_ci95": paired_interval(only_a, only_b, len(a))}
 
 
 def paired_interval(only_a: int, only_b: int, total: int) -> tuple[float, float]:

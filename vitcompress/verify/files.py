@@ -10,8 +10,8 @@ import onnx
 from torch import nn
 
 from vitcompress.errors import ArtifactError, MissingExtraError, OutputError, first_line
-from vitcompress.exporters import exporter_of
 from vitcompress.exporters.onnx import file
+from vitcompress.exporters.runtimes import exporter_of
 from vitcompress.exporters.sidecar import amend_sidecar, find_mismatches, read_sidecar, sidecar_path
 from vitcompress.exporters.tensorrt.export import TENSORRT, source_path
 from vitcompress.families import family_of

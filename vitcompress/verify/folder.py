@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress.errors import ArtifactError, OutputError, WeightsError
-from vitcompress.exporters import exported_files
+from vitcompress.exporters.runtimes import exported_files
 from vitcompress.exporters.sidecar import DENSE
 from vitcompress.exporters.tensorrt.export import source_path
 from vitcompress.io.checks import Check, Verification, largest_difference, limit_check, problem_check

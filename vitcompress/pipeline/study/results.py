@@ -193,9 +193,9 @@ def compare_rows(rows: Sequence[dict[str, Any]], correct: Mapping[str, Sequence[
                 "differences": differences,
                 "mean": fmean(differences),
                 "std": stdev(differences) if len(differences) > 1 else None,
-                "only_row": test.only_a,
-                "only_against": test.only_b,
-                "p_value": test.p_value,
+                "only_row": test["only_a"],
+                "only_against": test["only_b"],
+                "p_value": test["p_value"],
             }
             pairs.append(pair)
     for pair, adjusted in zip(pairs, correct_p_values([pair["p_value"] for pair in pairs]), strict=True):
