@@ -19,6 +19,7 @@ from vitcompress.exporters.sidecar import read_class_names
 from vitcompress.exporters.torch_runner import TIMM
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
+from vitcompress.models.create import InputConfig
 from vitcompress.models.preprocessing import Preprocessing
 from vitcompress.recipe.load import load_recipe_of_run
 from vitcompress.training.data import open_test
@@ -54,7 +55,7 @@ class EvaluationRow(records.AccuracyRecord, records.RuntimeRecord):
     """
 
     artifact: str
-    input: records.InputRecord
+    input: records.Stored[InputConfig]
     sha256: str | None
     speed: records.SpeedRecord | None
     mistakes: list[int]

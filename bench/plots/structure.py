@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from timm.utils.misc import natural_key
 
-from vitcompress.bench.report.records import PlanRecord, TableRecord
+from vitcompress.bench.report.records import Stored, TableRecord
 from vitcompress.families import Site, Space, family_of
 from vitcompress.models.create import create_on_meta
 from vitcompress.plan import Plan, enclosing_module
@@ -115,13 +115,13 @@ def _width(plan: Plan, space: Space) -> Width:
     return Width(kept, space.size, linear=folded)
 
 
-def describe_removed(plan: PlanRecord) -> Iterator[str]:
+def describe_removed(plan: Stored[Plan]) -> Iterator[str]:
     """One line per removed, appended, folded and padded module, in the order of the model."""
-    for name, replacement in sorted(plan["removed"].items(), key=lambda entry: natural_key(entry[0])):
+    for name, replacement in sorted(plan.get("removed", {}).items(), key=lambda entry: natural_key(entry[0])):
         yield f"{name}: {replacement} ({REPLACEMENTS[replacement]})"
-    for name, activation in sorted(plan["appended"].items(), key=lambda entry: natural_key(entry[0])):
+    for name, activation in sorted(plan.get("appended", {}).items(), key=lambda entry: natural_key(entry[0])):
         yield f"{name}: followed by {activation}"
-    if folded := plan["folded"]:
+    if folded := plan.get("folded"):
         yield f"folded into linear layers: {', '.join(sorted(folded, key=natural_key))}"
     if padded := plan.get("padded"):
         yield f"heads padded to one width: {', '.join(sorted(padded, key=natural_key))}"

@@ -82,9 +82,7 @@ def artifact_table(entries: Iterable[records.ArtifactRecord]) -> Table:
         "bytes": "{bytes:,}",
         "agrees with the model": lambda entry: entry.get("agreement") or ("yes" if entry["verified"] else "not run"),
         "top-1": lambda entry: format_accuracy(entry["accuracy"]) if entry["accuracy"] else NONE,
-        "images/s": lambda entry: (
-            f"{format_rate(speed['images_per_second'])} (batch {speed['batch']})" if (speed := entry["speed"]) else NONE
-        ),
+        "images/s": lambda entry: format_speed(entry["speed"], NONE),
         "sha256": "{sha256:.12}",
     }
     return Table.of("", columns, entries)
@@ -92,6 +90,10 @@ def artifact_table(entries: Iterable[records.ArtifactRecord]) -> Table:
 
 def format_accuracy(accuracy: records.AccuracyRecord) -> str:
     return f"{format_percent(accuracy['top1'])} ({accuracy['correct']} of {accuracy['total']})"
+
+
+def format_speed(speed: records.SpeedRecord | None, unknown: str) -> str:
+    return f"{format_rate(speed['images_per_second'])} (batch {speed['batch']})" if speed else unknown
 
 
 def weight_table(weights: records.WeightsRecord) -> Table:

@@ -5,14 +5,26 @@ bytes, times in milliseconds where a name does not say seconds, and None means u
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NotRequired, Required
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, NotRequired, Required, TypeVar
 
 from typing_extensions import TypedDict
 
 from vitcompress.io.checks import Status
+from vitcompress.models.cost import Cost
+from vitcompress.models.create import InputConfig
+from vitcompress.plan import Plan
+from vitcompress.recipe.schema import Published
 from vitcompress.surgery.fold import FoldRecord
-from vitcompress.training.metrics import McNemarRecord
+from vitcompress.training.metrics import McNemarRecord as McNemarRecord
 
+T = TypeVar("T")
+if TYPE_CHECKING:
+
+    class Stored(Mapping[str, Any], Generic[T]):
+        """A dataclass T as plain data: its fields are the keys."""
+
+else:
+    Stored = Annotated[T, "as plain data"]
 SpeedVerdict = Literal["faster", "slower", "not distinguishable"]
 
 
@@ -268,14 +280,6 @@ class VerificationRecord(TypedDict):
 # --------------------------------------------------------------------------------------------------------- report.json
 
 
-class CostRecord(TypedDict):
-    """macs: of one image, including the matrix products of attention. macs_linear: without them."""
-
-    params: int
-    macs: int
-    macs_linear: int
-
-
 class AccuracyRecord(TypedDict):
     """Counts and shares of correct images (first, among the first five), mean loss, Wilson's 95 % interval of top-1."""
 
@@ -319,17 +323,6 @@ class RecoveryRecord(TypedDict):
     heldout: Mapping[str, AccuracyRecord | None]
 
 
-class InputRecord(TypedDict):
-    """Preprocessing. size: (channels, height, width); mean, std: per channel, of pixels from 0 to 1."""
-
-    size: Sequence[int]
-    mean: Sequence[float]
-    std: Sequence[float]
-    interpolation: str
-    crop_pct: float
-    crop_mode: str
-
-
 class ModelRecord(TypedDict, total=False):
     """timm name and arguments of the dense model, its input and classes. uint8: exported files take uint8 images.
 
@@ -340,24 +333,9 @@ class ModelRecord(TypedDict, total=False):
     arch_args: Mapping[str, object]
     weights: str
     weights_sha256: str
-    input: InputRecord
+    input: Stored[InputConfig]
     classes: Sequence[str]
     uint8: bool
-
-
-class PlanRecord(TypedDict):
-    """Content of plan.json, see `vitcompress.plan.Plan`."""
-
-    arch: str
-    arch_args: Mapping[str, object]
-    removed: Mapping[str, str]
-    appended: Mapping[str, str]
-    folded: Sequence[str]
-    kept: Mapping[str, Sequence[int]]
-    heads: Mapping[str, int]
-    padded: NotRequired[Sequence[str]]
-    standard: Mapping[str, object]
-    format: int
 
 
 class ArtifactRecord(TypedDict):
@@ -380,21 +358,6 @@ class ArtifactRecord(TypedDict):
     batch: NotRequired[Sequence[int] | None]
 
 
-class PublishedRecord(TypedDict, total=False):
-    """Figures of others, quoted as published. params_m: millions; macs_g: billions; deviation: why counts differ."""
-
-    source: str
-    hardware: str
-    top1: float | None
-    params_m: float | None
-    macs_g: float | None
-    images_per_second: float | None
-    speedup: float | None
-    macs_linear: bool
-    deviation: str
-    note: str
-
-
 class Report(TypedDict, total=False):
     """Content of report.json. Every key except `recipe` and `cost` may be missing or null.
 
@@ -407,11 +370,11 @@ class Report(TypedDict, total=False):
     recipe: Required[str]
     summary: str | None
     model: ModelRecord | None
-    plan: PlanRecord | None
+    plan: Stored[Plan] | None
     plan_sha256: str | None
     dense_sha256: str | None
     widths: TableRecord | None
-    cost: Required[Mapping[Literal["dense", "compressed"], CostRecord]]
+    cost: Required[Mapping[Literal["dense", "compressed"], Stored[Cost]]]
     accuracy: AccuracyPair | None
     extra_epochs: int | None
     before_recovery: Mapping[Literal["dense", "pruned"], AccuracyRecord] | None
@@ -420,11 +383,11 @@ class Report(TypedDict, total=False):
     artifacts: Sequence[ArtifactRecord] | None
     files: Mapping[str, int] | None
     verify: VerificationRecord | None
-    folding: Sequence[FoldRecord] | None
+    folding: Sequence[Stored[FoldRecord]] | None
     searched: str | None
     layers: str | None
     teacher: str | None
-    published: PublishedRecord | None
+    published: Stored[Published] | None
     tables: Sequence[TableRecord] | None
     notes: Sequence[str] | None
     manifest: bool | None

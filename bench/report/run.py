@@ -27,6 +27,8 @@ from vitcompress.io.files import read_json
 from vitcompress.io.manifest import check_unchanged
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.text import NOT_MEASURED, Columns, Table, escape_markdown
+from vitcompress.models.cost import Cost
+from vitcompress.recipe.schema import Published
 
 FILES = {"xml": "xml and bin"}  # an OpenVINO model consists of two files
 SPEED_KEYS = records.SpeedRecord.__annotations__.keys()
@@ -302,7 +304,7 @@ def _conditions(entries: Sequence[records.BenchRecord]) -> list[str]:
     return [escape_markdown(settings), "\n".join(map(escape_markdown, list_warnings(entries)))]
 
 
-def _published_lines(published: records.PublishedRecord, cost: records.CostRecord) -> Iterator[str]:
+def _published_lines(published: records.Stored[Published], cost: records.Stored[Cost]) -> Iterator[str]:
     """`parameters: 54.9 M (counted here: 54.87 M)` for each published figure, then source and remarks."""
     linear = published.get("macs_linear", False)
     macs = "MACs per image without attention products" if linear else "MACs per image"

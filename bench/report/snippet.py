@@ -3,8 +3,9 @@
 import math
 from collections.abc import Sequence
 
-from vitcompress.bench.report.records import ArtifactRecord, InputRecord
+from vitcompress.bench.report.records import ArtifactRecord, Stored
 from vitcompress.exporters.openvino.runner import HINTS
+from vitcompress.models.create import InputConfig
 
 ONNX = """\
 import json, numpy as np, onnxruntime as ort
@@ -57,7 +58,7 @@ BYTES = "pixels[None]"  # for files that normalize uint8 images themselves
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
-def snippet(input: InputRecord, artifact: ArtifactRecord, image: str = "photo.jpg") -> str:
+def snippet(input: Stored[InputConfig], artifact: ArtifactRecord, image: str = "photo.jpg") -> str:
     """The lines for one exported file of a model with this input; they preprocess images like timm's evaluation."""
     channels, height, width = input["size"]
     scaled = [math.floor(side / input["crop_pct"]) for side in (width, height)]

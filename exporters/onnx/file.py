@@ -37,7 +37,6 @@ class Facts:
     no_work: tuple[str, ...]
     zero_products: tuple[str, ...]
     metadata: dict[str, str]
-    opset: int
 
 
 def read_onnx(path: Path) -> Any:
@@ -96,11 +95,6 @@ def _external(tensor: Any) -> dict[str, str]:
     return {entry.key: entry.value for entry in tensor.external_data}
 
 
-def external_files(model: Any) -> tuple[str, ...]:
-    """Names of the data files of a model."""
-    return tuple(sorted({place for tensor in tensors(model) if (place := location(tensor))}))
-
-
 def metadata(model: Any) -> dict[str, str]:
     return {entry.key: entry.value for entry in model.metadata_props}
 
@@ -118,7 +112,7 @@ def read_contents(path: Path) -> Contents:
     quantized = {node.input[0]: partial(_dequantize, node, named, path.parent) for node in nodes}
     for tensor in tensors(model):
         place = () if location(tensor) is None else tuple(sorted(_external(tensor).items()))
-        values, shape = partial(_read_values, tensor, path.parent), tuple(tensor.dims)
+        values, shape = lambda tensor=tensor: _read_array(tensor, path.parent).tobytes(), tuple(tensor.dims)
         size = math.prod(shape) * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
         own = 0 if place in places else size
         index = tensor.data_type in INDEX or tensor.name in scales
@@ -126,7 +120,8 @@ def read_contents(path: Path) -> Contents:
         places |= {place} - {()}
     attributes = _find_messages(model, onnx.AttributeProto)
     lists = (a.name for a in attributes if max(len(a.floats), len(a.ints), len(a.s)) > LONGEST_LIST)
-    data = sum((path.parent / name).stat().st_size for name in external_files(model))
+    names = {name for tensor in tensors(model) if (name := location(tensor))}
+    data = sum((path.parent / name).stat().st_size for name in names)
     return Contents(tuple(stored), path.stat().st_size + data, metadata(model), tuple(lists))
 
 
@@ -140,10 +135,6 @@ def _dequantize(node: Any, named: Mapping[str, Any], folder: Path) -> tuple[np.n
     if stored.dtype.kind not in "iu":  # E4M3: four significant bits, the smallest normal number is 2^-6
         half = 2.0 ** (np.floor(np.log2(np.maximum(np.abs(values), 2.0**-6))) - 4)
     return values * scale, half * scale
-
-
-def _read_values(tensor: Any, folder: Path) -> bytes:
-    return _read_array(tensor, folder).tobytes()
 
 
 def _read_array(tensor: Any, folder: Path) -> np.ndarray:
@@ -176,7 +167,6 @@ def graph_facts(path: Path) -> Facts:
         no_work=tuple(node.name or node.op_type for node in nodes if node.op_type in IDLE or node in empty_pads),
         zero_products=tuple(str(node.name or value.name) for node, value in factors if value and _is_zero(value)),
         metadata=metadata(model),
-        opset=max(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")),
     )
 
 

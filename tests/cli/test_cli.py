@@ -195,7 +195,7 @@ def add_command(monkeypatch: pytest.MonkeyPatch, behaviour: Any) -> None:
     ],
 )
 def test_option_values_are_parsed(read: Any, text: str, value: object) -> None:
-    assert read(None, None, text) == value
+    assert read(text) == value
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_option_values_are_parsed(read: Any, text: str, value: object) -> None:
 )
 def test_a_wrong_option_value_is_shown(read: Any, text: str) -> None:
     with pytest.raises(click.BadParameter, match=text):
-        read(None, None, text)
+        read(text)
 
 
 def test_an_unexpected_error_is_one_panel_and_a_traceback_only_with_debug(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ def test_without_openvino_its_files_are_not_run(openvino_ir: Path, monkeypatch: 
     monkeypatch.setattr(runner, "unavailable", lambda: "openvino is not installed")
     _, model, plan = pruned("layer_scale")
     original = PlannedOriginal(model, torch.zeros(1, 3, 8, 8), plan=plan)
-    checks = {check.name: check for check in check_file(openvino_ir, original).checks}
+    checks = {check.name: check for check in check_file(openvino_ir, original)[0]}
     for name in ("weights.model.xml", "agreement.model.xml"):
         assert checks[name].verdict == "not_run" and "openvino" in checks[name].detail
         assert str(checks[name].command).startswith("vitcompress verify")

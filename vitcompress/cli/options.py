@@ -36,14 +36,12 @@ def complete_names(
     return complete
 
 
-def parse_list(
-    convert: Callable[[str], Any], expected: str, default: tuple[()] | None = None
-) -> Callable[[click.Context, click.Parameter, str | None], Any]:
-    """Parse a comma-separated list. convert: raises ValueError for a wrong item. default: for an empty list."""
+def parse_list(convert: Callable[[str], Any], expected: str) -> Callable[[str], tuple[Any, ...] | None]:
+    """Parse a comma-separated list; None if it is empty. convert: raises ValueError for a wrong item."""
 
-    def parse(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[Any, ...] | None:
+    def parse(value: str) -> tuple[Any, ...] | None:
         try:
-            return tuple(convert(word.strip()) for word in (value or "").split(",") if word.strip()) or default
+            return tuple(convert(word.strip()) for word in value.split(",") if word.strip()) or None
         except ValueError:
             raise click.BadParameter(f"got {value!r}, expected {expected}") from None
 
@@ -62,30 +60,26 @@ def _positive(word: str) -> int:
 
 def alias(metavar: str, names: Mapping[str, str] = ALIASES) -> dict[str, Any]:
     """Arguments of an option that also accepts the other `names` of a value, in any case."""
-    return {"metavar": metavar, "callback": lambda ctx, param, value: value and names.get(value.lower(), value)}
+    return {"metavar": metavar, "type": lambda value: names.get(value.lower(), value)}
 
 
-parse_words = parse_list(str, "names", ())
-parse_formats = parse_list(lambda word: ALIASES.get(word.lower(), word), "formats", ())
-parse_capabilities = parse_list(_capability, "compute capabilities, as in 80,8.9", ())
+parse_words = parse_list(str, "names")
+parse_formats = parse_list(lambda word: ALIASES.get(word.lower(), word), "formats")
+parse_capabilities = parse_list(_capability, "compute capabilities, as in 80,8.9")
 parse_batches = parse_list(_positive, "numbers from 1 to 1048576, as in 1,8,64")
 parse_floats = parse_list(float, "numbers, as in 0.485,0.456,0.406")
 
 
-def parse_batch_range(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+def parse_batch_range(value: str) -> tuple[int, ...]:
     """`1:8:256` -> (1, 8, 256); `8` -> (8, 8, 8)."""
-    if value is None:
-        return None
     parts = value.split(":")
     if len(parts) not in (1, 3) or not all(re.fullmatch("0*[1-9][0-9]{0,5}", part) for part in parts):
         raise click.BadParameter(f"got {value!r}, expected MIN:OPT:MAX, as in 1:256:256, or one number")
     return tuple(int(part) for part in parts) * (3 // len(parts))
 
 
-def parse_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+def parse_size(value: str) -> int:
     """`512M` -> bytes."""
-    if value is None:
-        return None
     match = re.fullmatch(r"(\d{1,15})\s*([kmg]?)(?:i?b)?", value.strip().lower())
     if match is None or not int(match[1]):
         raise click.BadParameter(f"got {value!r}, expected a size, as in 512M or 4G")
@@ -128,20 +122,20 @@ METHODS = ["minmax", "percentile", "entropy", "mse"]
 export_options = add_options(
     option("--precision", "fp32 (default), tf32, fp16, bf16, int8, int8+bf16, fp8; or fastest.", **alias("PRECISION")),
     option("--opset", "ONNX operator set (default: chosen and recorded with the reason).", int),
-    option("--batch", "Batch sizes of an engine (trt).", metavar="MIN:OPT:MAX", callback=parse_batch_range),
-    option("--sm", "Compute capabilities, as in 80,89 (trt).", metavar="LIST", callback=parse_capabilities),
+    option("--batch", "Batch sizes of an engine (trt).", parse_batch_range, "MIN:OPT:MAX"),
+    option("--sm", "Compute capabilities, as in 80,89 (trt).", parse_capabilities, "LIST"),
     option(
         "--islands",
         "Layers to keep in fp32: norm, softmax, head, ffn, module paths, or auto to search for a minimal set.",
-        metavar="NAMES",
-        callback=parse_words,
+        parse_words,
+        "NAMES",
     ),
     option("--weight-bits", "7 or 8, of weights in int8 (default: 8 for a GPU, otherwise 7).", click.IntRange(7, 8)),
     option("--calibration", "Training images that int8 and fp8 use (default: 256).", click.IntRange(1)),
     option("--calibration-method", "How they determine ranges (default: minmax).", click.Choice(METHODS)),
     flag("--uint8", "Take uint8 images (batch, height, width, channels); normalise inside."),
     option("--optimization-level", "0: fastest build, 5: fastest engine (trt).", click.IntRange(0, 5)),
-    option("--workspace", "Memory for an engine, as in 4G (trt).", metavar="SIZE", callback=parse_size),
+    option("--workspace", "Memory for an engine, as in 4G (trt).", parse_size, "SIZE"),
     option("--timing-cache", "File that caches kernel timings (trt).", click.Path(path_type=Path)),
     option(
         "--hardware-compatible",
@@ -154,8 +148,8 @@ export_options = add_options(
 # Fields of Preprocessing, as in timm.
 FILTERS = ["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]
 preprocessing_options = add_options(
-    option("--mean", "Mean per channel, of pixels from 0 to 1.", metavar="V,V,V", callback=parse_floats),
-    option("--std", "Standard deviation per channel.", metavar="V,V,V", callback=parse_floats),
+    option("--mean", "Mean per channel, of pixels from 0 to 1.", parse_floats, "V,V,V"),
+    option("--std", "Standard deviation per channel.", parse_floats, "V,V,V"),
     option("--interpolation", "Interpolation for resizing images.", click.Choice(FILTERS)),
     option("--crop-pct", "Side of the crop, as a share of the resized side.", click.FloatRange(0, 1, min_open=True)),
     option("--crop-mode", "How to crop.", click.Choice(["center", "squash", "border"])),

@@ -26,8 +26,8 @@ from vitcompress.io.run_folder import RunFolder
 @opt.option(
     "--export",
     "Formats to export: onnx, openvino, trt, trt-rtx, or several, as in onnx,trt.",
-    metavar="FORMATS",
-    callback=opt.parse_formats,
+    opt.parse_formats,
+    "FORMATS",
 )
 @opt.option("--data", "Folder of images (PATH/train/CLASS, PATH/val/CLASS).", metavar="PATH")
 @opt.option(
@@ -196,7 +196,7 @@ def schema() -> int:
 @opt.option("--out -o", "Folder (default: runs/study-NAME).", opt.FOLDER)
 @opt.option("--seeds", "Number of seeds per row: 0, 1, ...", int, default=3, show_default=True)
 @opt.option("--jobs", "Number of runs at a time.", int, default=1, show_default=True)
-@opt.option("--rows", "Only these rows, as in hetdpt_5,random_5.", metavar="NAMES", callback=opt.parse_words)
+@opt.option("--rows", "Only these rows, as in hetdpt_5,random_5.", opt.parse_words, "NAMES")
 @opt.set_option
 @opt.option(
     "--speed",
@@ -208,7 +208,7 @@ def schema() -> int:
 @opt.dry_run_option
 @common_options
 def study(
-    source: str, shown: str | None, sets: tuple[str, ...], rows: tuple[str, ...], dry_run: bool, **options: Any
+    source: str, shown: str | None, sets: tuple[str, ...], rows: tuple[str, ...] | None, dry_run: bool, **options: Any
 ) -> int:
     """Train methods side by side with several seeds, and compare them.
 
@@ -225,7 +225,7 @@ def study(
     with show_progress() as progress:
         from vitcompress.pipeline.study.spec import load_study
 
-        loaded = load_study(source, sets, rows)  # reports mistakes before the imports below, which take seconds
+        loaded = load_study(source, sets, rows or ())  # reports mistakes before the imports below, which take seconds
         from vitcompress.cli.output import tables, terminal
         from vitcompress.pipeline.study.results import pair_table, row_table
         from vitcompress.pipeline.study.run import StudyOptions, dry_run_study, run_study

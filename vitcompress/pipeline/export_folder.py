@@ -4,6 +4,7 @@ import shlex
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -154,10 +155,9 @@ def verify_export(
     unfolded, classes = None if dense else files.unfolded, run_classes(RunFolder(folder), model)
     original = PlannedOriginal(model, *images, command, plan=plan, unfolded=unfolded, classes=classes)
     paths = [file for file in (path, source) if file.is_file()]
-    results = check_files(paths, original, "files checked", progress)
-    checks = tuple(check for result in results.values() for check in result.checks)
+    results, tensors = check_files(paths, original, "files checked", progress)
+    checks = tuple(chain.from_iterable(results.values()))
     if inside:
-        tensors = {file.name: result.tensors for file, result in results.items() if result.tensors}
         for file in () if dense else exported_files(folder, "model"):
             with suppress(ArtifactError):  # a damaged file fails when the folder is verified
                 if file not in results and (other := read_tensors(file, original)):

@@ -41,7 +41,7 @@ class RunOptions:
     """
 
     out: Path | None = None
-    export: tuple[str, ...] = ()
+    export: tuple[str, ...] | None = None
     data: str | None = None
     weights: str | None = None
     classes: Path | None = None

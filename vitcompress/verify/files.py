@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
@@ -27,16 +26,11 @@ from vitcompress.verify.weights import CHECK, FileTensors, compare_tensors, expo
 ENGINES = {TENSORRT.file_suffix, *TENSORRT.other_suffixes}
 
 
-@dataclass(frozen=True)
-class FileResult:
-    """The checks of an exported file, and its tensors where its format allows reading them."""
+def check_file(path: Path, original: PlannedOriginal) -> tuple[list[Check], FileTensors | None]:
+    """Compare the exported file `path` with its model. Files that cannot be read or run have failed checks.
 
-    checks: tuple[Check, ...]
-    tensors: FileTensors | None = None
-
-
-def check_file(path: Path, original: PlannedOriginal) -> FileResult:
-    """Compare the exported file `path` with its model. Files that cannot be read or run have failed checks."""
+    Returns the checks, and the tensors of the file where its format allows reading them.
+    """
     name, checks, tensors = f"{CHECK}.{path.name}", structure_checks(path, original), None
     try:
         checks.append(metadata_check(path, original))
@@ -48,7 +42,7 @@ def check_file(path: Path, original: PlannedOriginal) -> FileResult:
         checks.append(original.not_run(name, path, f"{error.message}; {error.hint}"))
     if path.suffix in ENGINES:
         checks += engine_checks(path, original)
-    return FileResult((*checks, *output_checks(path, original)), tensors)
+    return [*checks, *output_checks(path, original)], tensors
 
 
 def metadata_check(path: Path, original: PlannedOriginal) -> Check:

@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -25,13 +26,13 @@ from vitcompress.models.cost import count_cost
 from vitcompress.models.create import class_names_of, create_model, create_on_meta, input_config, plan_of
 from vitcompress.plan import Plan
 from vitcompress.verify.engine import inspector_checks
-from vitcompress.verify.files import FileResult, check_file, record_status, rejected_exports, structure_checks
+from vitcompress.verify.files import check_file, record_status, rejected_exports, structure_checks
 from vitcompress.verify.fold import EXACT_IMAGES, fold_folder_checks, model_logits
 from vitcompress.verify.outputs import PREFIX, PlannedOriginal
 from vitcompress.verify.records import manifest_checks, report_checks
 from vitcompress.verify.slice import slice_folder_checks
 from vitcompress.verify.tolerance import reference
-from vitcompress.verify.weights import shape_check, weight_table
+from vitcompress.verify.weights import FileTensors, shape_check, weight_table
 
 MOST_IMAGES = 1000  # on which files are compared with their model
 FEW_IMAGES = 64  # on which models are compared with each other; and images of noise, whose outputs are much alike
@@ -100,10 +101,9 @@ def _check_content(
     checks += [*_model_checks(files, few, recorded, progress)]
     engines = set(files.path.glob("*.engine"))  # also those whose sidecar is missing, whatever their names
     paths = {*exported_files(files.path, "model"), *engines} - set(exported_files(files.path, DENSE))
-    results = check_files(sorted(paths), original, "files checked", progress)
-    for path, result in results.items():
-        checks += (*result.checks, *inspector_checks(path))
-    tensors = {path.name: result.tensors for path, result in results.items() if result.tensors}
+    results, tensors = check_files(sorted(paths), original, "files checked", progress)
+    for path, own in results.items():
+        checks += (*own, *inspector_checks(path))
     weights, seen = weight_table(original.rows, model, tensors), {"images": shown, "logits": model_logits(model, shown)}
     del original, model  # before the dense model is loaded
     checks += _dense_checks(files, dense, shown, real, progress)
@@ -137,19 +137,23 @@ def _model_checks(
 
 def check_files(
     paths: Sequence[Path], original: PlannedOriginal, label: str, progress: Progress
-) -> dict[Path, FileResult]:
-    """Check exported files, and record the results in their sidecars."""
-    results = dict[Path, FileResult]()
+) -> tuple[dict[Path, list[Check]], dict[str, FileTensors]]:
+    """Check exported files, and record the results in their sidecars.
+
+    Returns the checks, and the tensors of files whose format allows reading them, by name.
+    """
+    results, tensors = dict[Path, list[Check]](), dict[str, FileTensors]()
     for done, path in enumerate(paths):
         progress.update(label, done, len(paths), path.name)
-        results[path] = check_file(path, original)
+        results[path], own = check_file(path, original)
+        tensors |= {path.name: own} if own else {}
     for path in results:
-        checks = [check for file in (path, source_path(path)) if file in results for check in results[file].checks]
+        checks = [check for file in (path, source_path(path)) for check in results.get(file, ())]
         with suppress(OutputError, ArtifactError):  # a read-only folder; a damaged sidecar, which has a failed check
             record_status(path, checks)
     if paths:
         progress.update(label, len(paths), len(paths))
-    return results
+    return results, tensors
 
 
 def _dense_checks(
@@ -164,8 +168,8 @@ def _dense_checks(
     if paths and dense.plan.is_file():
         model, plan = load_model(dense.path), read_plan(dense.plan)
         original = PlannedOriginal(model, images, real, plan=plan, classes=run_classes(files, model))
-        for result in check_files(paths, original, "files of the dense model checked", progress).values():
-            yield from result.checks
+        results, _ = check_files(paths, original, "files of the dense model checked", progress)
+        yield from chain.from_iterable(results.values())
         return
     for path in paths:
         yield from structure_checks(path, None)

@@ -4,13 +4,14 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from vitcompress.bench.accuracy import Evaluation, EvaluationRow
+from vitcompress.bench.accuracy import Evaluation
 from vitcompress.bench.report.compare import Comparison
+from vitcompress.bench.report.files import format_speed
 from vitcompress.bench.report.loss import describe_difference
 from vitcompress.bench.report.records import BenchRecord, CheckRecord
 from vitcompress.bench.report.run import check_table
 from vitcompress.cli.output.terminal import print_line, print_table, print_text
-from vitcompress.io.text import NOT_MEASURED, Columns, Table, format_range, format_rate, shorten_names, shorten_paths
+from vitcompress.io.text import NOT_MEASURED, Columns, Table, format_range, shorten_names, shorten_paths
 from vitcompress.models.source import list_by_source
 from vitcompress.pipeline.dry_run import DryRun, Size, SizeComparison
 from vitcompress.pipeline.study.run import StudyDryRun
@@ -196,7 +197,7 @@ def print_accuracy(evaluation: Evaluation) -> None:
         "top-1": lambda row: f"{100 * row['top1']:.2f} % ({row['correct']}/{row['total']})",
         "95 % interval": lambda row: "{:.2f} to {:.2f} %".format(*(100 * end for end in row["top1_ci95"])),
         "top-5": lambda row: f"{100 * row['top5']:.2f} %",
-        "images/s": _throughput,
+        "images/s": lambda row: format_speed(row["speed"], NOT_MEASURED),
         "sha256": lambda row: (row["sha256"] or "")[:12],
     }
     print_table(Table.of("", columns, evaluation["rows"]))
@@ -206,11 +207,6 @@ def print_accuracy(evaluation: Evaluation) -> None:
         print_text(f"{b} against {a}: {describe_difference(test)}")
         counts = f"only {a} is correct: {test['only_a']}, only {b}: {test['only_b']}"
         print_text(f"  {low} to {high} points (95 %, Tango's interval); {counts} (McNemar's exact test)")
-
-
-def _throughput(row: EvaluationRow) -> str:
-    speed = row["speed"]
-    return f"{format_rate(speed['images_per_second'])} (batch {speed['batch']})" if speed else NOT_MEASURED
 
 
 def print_doctor(facts: Mapping[str, Any]) -> None:

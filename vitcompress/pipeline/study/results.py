@@ -100,7 +100,7 @@ def write_results(folder: Path, study: Study, runs: Sequence[Run], speed: Speed 
     rows = [_row_record(row, [record for record in records if record["row"] == row.name]) for row in study.rows]
     for row in rows if any(record["flips"] is not None for record in records) else ():
         test = mcnemar(np.concatenate(models[row["row"]]), np.concatenate(masks[row["row"]]))
-        row |= {"only_model": test.only_a, "only_file": test.only_b, "p_value": test.p_value}
+        row |= {"only_model": test["only_a"], "only_file": test["only_b"], "p_value": test["p_value"]}
     dense = {run.seed: report["accuracy"]["dense"] for run, report in zip(runs, reports, strict=True)}
     seeds = [{"seed": seed, **{key: accuracy[key] for key in COUNTS}} for seed, accuracy in dense.items()]
     result = {
