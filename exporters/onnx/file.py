@@ -42,7 +42,7 @@ class Facts:
 def read_onnx(path: Path) -> Any:
     """The model protobuf of `path`; its external data stays on disk.
 
-    Raises ArtifactError for a file that is missing, not ONNX, or has external data outside its own folder.
+    Raises ArtifactError for a file that is missing, not ONNX, has negative sizes, or external data outside its folder.
     """
     if not path.is_file():
         raise ArtifactError(f"there is no file {path}", hint="`vitcompress export` writes one from a run folder")
@@ -50,6 +50,9 @@ def read_onnx(path: Path) -> Any:
         model = onnx.load(str(path), load_external_data=False)
         if not model.ir_version or not model.graph.node or not model.graph.output:
             raise ValueError("it has no graph")
+        for value in model.graph.input:  # ONNX Runtime takes negative sizes for dynamic ones
+            if any(dim.dim_value < 0 for dim in value.type.tensor_type.shape.dim):
+                raise ValueError(f"its input {value.name} has a negative size; dynamic sizes have a name")
     except (DecodeError, ValueError, OSError) as error:
         raise ArtifactError(f"{path} is not an ONNX file: {error}", hint="copy or export it again") from None
     for tensor in tensors(model):

@@ -45,6 +45,17 @@ def test_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "scikit-learn" in message and "vitcompress[demo]" in message
 
 
+def test_only_signing_needs_the_extra_for_signatures(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "cryptography"] + ["cryptography"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "vitcompress.io.signature", raising=False)
+    Path("key").write_text("")
+    message = expect_error("export", "run", "--sign", "key")
+    assert "cryptography" in message and "vitcompress[sign]" in message
+    result = CliRunner().invoke(cli.main, ["export", "run", "--json"])
+    assert result.exit_code == 0, result.output
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 @pytest.mark.parametrize("command", [("recipe", "small.toml"), ("bench", f"timm:{ARCH}"), ("bench", "run/model.onnx")])
 def test_a_missing_gpu(command: tuple[str, ...], folder: Path) -> None:

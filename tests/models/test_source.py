@@ -5,6 +5,7 @@
 import json
 import re
 from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path, PosixPath
 from typing import Any
 
@@ -277,3 +278,19 @@ def test_the_architecture_of_distilled_weights_comes_before_their_classes(used: 
     saved(tmp_path / "a.pth", "deit_tiny_distilled_patch16_224", {"depth": 1, "num_classes": 5})
     with pytest.raises(WeightsError, match=r"another model, distilled DeiT \(embed_dim 192, depth 1"):
         create_model(used, {"num_classes": 3}, tmp_path / "a.pth")
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        ({"id2label": {"a": {"b": 1}, "c": [0]}}, None),
+        ({"class_to_idx": {"cat": [], "dog": {}, "owl": 1}}, None),
+        ({"img_size": [[8, 8], {"a": 1}]}, "img_size"),
+        ({"img_size": [[24], [24]]}, "img_size"),
+    ],
+)
+def test_tables_instead_of_numbers_in_a_checkpoint(tmp_path: Path, stated: dict[str, Any], message: str | None) -> None:
+    model = saved(tmp_path / "a.pth")
+    torch.save({"model": model.state_dict(), **stated}, tmp_path / "b.pth")
+    with nullcontext() if message is None else pytest.raises(InputError, match=message):
+        assert resolve_model(VIT, {"num_heads": 4}, tmp_path / "b.pth").class_names == ()

@@ -1,19 +1,25 @@
 """Two processes compute what one computes; devices and precisions that do not exist are rejected."""
 
+import json
 import os
+import socket
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import Tensor, nn
 
+from vitcompress import cli
 from vitcompress.errors import DeviceError, InputError
 from vitcompress.io.files import read_json
 from vitcompress.io.tensors import load_tensors
+from vitcompress.training import distributed
 from vitcompress.training.distributed import Runtime, check_device, derived_seed, seed_everything, start
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "distributed_training.py"
@@ -179,3 +185,20 @@ def test_seeds_depend_on_every_part() -> None:
     first = torch.rand(2)
     seed_everything(3, "x")
     assert torch.equal(first, torch.rand(2))
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_process_whose_other_never_joins_ends_with_one_message(
+    rank: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        port = str(other.getsockname()[1])
+    for name, value in {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(distributed, "PATIENCE", timedelta(seconds=2))
+    result = CliRunner().invoke(cli.main, ["recipe", "digits_hetdpt", "--out", str(tmp_path / "run"), "--json"])
+    error = json.loads(result.stdout)
+    assert result.exit_code == 2 and error["kind"] == "DeviceError", result.output
+    assert error["error"].startswith("2 processes did not meet within 0:00:02: ") and "torchrun" in error["hint"]
+    assert not list(tmp_path.iterdir())

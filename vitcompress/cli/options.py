@@ -94,9 +94,11 @@ def parse_points(ctx: click.Context, param: click.Parameter, value: float | None
 
 
 def _read_key(ctx: click.Context, param: click.Parameter, value: Path | None) -> Any:
-    from vitcompress.io.signature import read_private_key
+    if value is None:
+        return None
+    from vitcompress.io.signature import read_private_key  # which needs an extra
 
-    return value and read_private_key(value)
+    return read_private_key(value)
 
 
 KEY: dict[str, Any] = {"type": FILE, "metavar": "KEY", "callback": _read_key}

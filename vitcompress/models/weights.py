@@ -187,7 +187,7 @@ def _stated(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for arguments in (_table(table.get(key)) for table in tables for key in ARGUMENTS):
         stated |= {key: value for key, value in arguments.items() if not TRAINING_ONLY.search(key)}
     if isinstance(size := stated.get("img_size"), list | tuple):  # (channels, height, width) or (height, width)
-        stated["img_size"] = size[-1] if len({*size[-2:]}) == 1 else list(size[-2:])
+        stated["img_size"] = size[-1] if size[-1] == size[-2:][0] else list(size[-2:])
     return stated
 
 
@@ -200,8 +200,8 @@ def _class_names(tables: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     listed = (table.get(key) for key in CLASS_NAMES for table in tables)
     names = next((names for names in listed if isinstance(names, list | tuple | Mapping) and names), ())
     if isinstance(names, Mapping):
-        by_number = names if all(str(key).isdecimal() for key in names) else {v: k for k, v in names.items()}
-        numbers = {str(number): name for number, name in by_number.items()}
+        by_number = names.items() if all(str(key).isdecimal() for key in names) else ((v, k) for k, v in names.items())
+        numbers = {str(number): name for number, name in by_number}
         names = [numbers.get(str(number)) for number in range(len(numbers))]
     unnamed = all(name == f"LABEL_{number}" for number, name in enumerate(names))  # transformers' default
     return tuple(names) if not unnamed and all(isinstance(name, str) and name for name in names) else ()

@@ -39,6 +39,9 @@ class TomlSchema(GenerateJsonSchema):
     def nullable_schema(self, schema: Any) -> dict[str, Any]:
         return self.generate_inner(schema["schema"])
 
+    def dataclass_schema(self, schema: Any) -> dict[str, Any]:
+        return {"additionalProperties": False, **super().dataclass_schema(schema)}  # pydantic before 2.14 omits it
+
     def default_schema(self, schema: Any) -> dict[str, Any]:
         data = super().default_schema(schema)
         return {key: part for key, part in data.items() if key != "default" or not isinstance(part, dict | None)}

@@ -18,7 +18,7 @@ from timm.utils import random_seed
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from vitcompress.errors import DeviceError, InputError
+from vitcompress.errors import DeviceError, InputError, first_line
 from vitcompress.io import hardware
 
 Amp = Literal["none", "fp16", "bf16"]
@@ -85,12 +85,16 @@ def start(device: str = "auto", amp: Amp = "none", workers: int = 0) -> Runtime:
     """Create the runtime of this process; join the process group if `torchrun` started several.
 
     device: "auto" (CUDA, else MPS, else CPU), "cpu", "cuda", "cuda:N" or "mps". Raises DeviceError if this machine
-    lacks the device or the precision.
+    lacks the device or the precision, or if not all processes join.
     """
     chosen = check_device(device, amp, int(os.environ.get("LOCAL_RANK", "0")))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1 and not distributed.is_initialized():
-        distributed.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=PATIENCE)
+        try:
+            distributed.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=PATIENCE)
+        except (distributed.DistError, ValueError) as error:  # ValueError: no address
+            message = f"{world_size} processes did not meet within {PATIENCE}: {first_line(error)}"
+            raise DeviceError(message, hint="start all of them, with torchrun and the same --rdzv-endpoint") from None
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     return Runtime(chosen, amp, int(os.environ.get("RANK", "0")), world_size, workers)
