@@ -87,7 +87,7 @@ def peak_memory(runner: RunnerRecord, target: timing.Target) -> MemoryRecord:
 
     cuda_peak_bytes: the weights, plus what one more run allocates on top of everything that is allocated already; None
     with a CUDA graph, which allocated its memory when it was recorded. The memory of an artifact that shares this
-    process on the CPU is measured by `memory.measure_memory`.
+    process on the CPU is measured by `suite.measure_memory`.
     """
     memory: MemoryRecord = {"cuda_peak_bytes": None, "process_start_bytes": None, "process_peak_bytes": None}
     if runner["runtime"] == "torch" and _kind(runner) == "cuda" and not runner["cuda_graph"]:

@@ -1,23 +1,25 @@
 """Benchmark artifacts against each other: open, measure interleaved, and report everything that affects the numbers."""
 
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, cast
 
-from vitcompress.bench import environment, timing
+from vitcompress.bench import environment, machine, timing
 from vitcompress.bench.artifacts import list_variants, open_artifacts, synthetic_images
 from vitcompress.bench.environment import Monitor
-from vitcompress.bench.memory import measure_memory
 from vitcompress.bench.report import records
 from vitcompress.bench.report.run import bench_table
-from vitcompress.errors import InputError
+from vitcompress.errors import InputError, VitcompressError, first_line
 from vitcompress.exporters.runtimes import Runner, RunnerOptions
 from vitcompress.io.progress import Progress
 from vitcompress.io.text import describe_ratio, shorten_names
 
 FORMAT = 1
+MEMORY_RUNS = 2  # the first run may reserve more than is kept
 NO_INTERVAL = "the speed-up has no interval: at least 6 rounds are needed, as with --runs 6"
 
 
@@ -178,3 +180,30 @@ def _row(
         "block_wall_ms": samples.wall_ms,
     }
     return cast(records.BenchRow, row)
+
+
+def measure_memory(artifact: str, variant: str | None, options: RunnerOptions, batch: int) -> dict[str, int | None]:
+    """Peak memory of a process that runs `batch` images through one artifact, in bytes.
+
+    process_start_bytes: peak before the artifact was opened (Python and its libraries). process_peak_bytes: peak over
+    the whole life of the process, with weights, images, and libraries such as OpenVINO that opening loads.
+
+    Raises:
+        VitcompressError: the process failed, for example because there is not enough memory.
+    """
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # a fork would start with this process's memory
+        try:
+            return pool.submit(_run_images, artifact, variant, options, batch).result()
+        except Exception as error:  # whatever the process raised, or its end
+            message = f"the memory of {artifact} cannot be measured: {first_line(error)}"
+            raise VitcompressError(message, hint="leave --memory out") from error
+
+
+def _run_images(artifact: str, variant: str | None, options: RunnerOptions, batch: int) -> dict[str, int | None]:
+    start = machine.peak_bytes()
+    with ExitStack() as stack:
+        (runner,) = open_artifacts([artifact], options, variant, stack)
+        step = runner.bind(synthetic_images(runner.input_size, batch, 0))
+        for _ in range(MEMORY_RUNS):
+            step()
+        return {"process_start_bytes": start, "process_peak_bytes": machine.peak_bytes()}

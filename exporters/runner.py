@@ -157,6 +157,7 @@ class Runner(ABC):
     input: InputConfig | None
     input_size: tuple[int, int, int]
     takes_bytes = False
+    _sha256: str | None = None  # of its file
 
     def __init__(self, name: str, options: RunnerOptions, runtime: str) -> None:
         """Raises InputError for less than 1 thread, or a setting that `runtime` does not have."""
@@ -193,7 +194,7 @@ class Runner(ABC):
 
     def describe(self) -> dict[str, Any]:
         """Everything that affects the speed or the accuracy of this runner, with all keys of `DESCRIPTION`."""
-        return {**DESCRIPTION, "artifact": self.name, **self._describe()}
+        return {**DESCRIPTION, "artifact": self.name, "sha256": self._sha256, **self._describe()}
 
     @abstractmethod
     def _describe(self) -> dict[str, object]: ...

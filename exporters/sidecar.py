@@ -4,6 +4,7 @@ People edit such files, and other versions write them: a missing key or another 
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -101,6 +102,13 @@ def read_sidecar(path: Path) -> dict[str, Any] | None:
     if path.name not in data["files"]:
         raise _unusable(sidecar, f"{path.name} is missing from its files")
     return dict(data)
+
+
+def usable_sidecar(path: Path) -> dict[str, Any]:
+    """`read_sidecar`; empty if there is none, or if it cannot be used, for which `verify` has a failed check."""
+    with suppress(ArtifactError):
+        return read_sidecar(path) or {}
+    return {}
 
 
 def _unusable(sidecar: Path, reason: str) -> ArtifactError:

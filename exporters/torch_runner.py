@@ -103,7 +103,6 @@ class TorchRunner(Runner):
 
     def _describe(self) -> dict[str, object]:
         return {
-            "sha256": self._sha256,
             "runtime": "torch",
             "runtime_version": torch.__version__,
             "device": str(self._device),

@@ -187,7 +187,6 @@ class OnnxRunner(Runner):
     def _describe(self) -> dict[str, object]:
         shown = {key: value for key, value in self._provider_options.items() if not key.endswith("user_compute_stream")}
         return {
-            "sha256": self._sha256,
             "runtime": "onnxruntime",
             "runtime_version": self._ort.__version__,
             "device": self._device,

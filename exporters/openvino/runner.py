@@ -151,7 +151,6 @@ class OpenVinoRunner(Runner):
         get = self._compiled.get_property
         classes = self._compiled.outputs[0].get_partial_shape()
         return {
-            "sha256": self._sha256,
             "runtime": "openvino",
             "runtime_version": metadata.version("openvino"),
             "device": "cpu",

@@ -74,7 +74,6 @@ class EngineRunner(Runner):
 
     def _describe(self) -> dict[str, object]:
         return {
-            "sha256": self._sha256,
             "runtime": self._flavour.title,
             "runtime_version": self.facts["runtime_version"],
             "device": f"cuda:{self._index}",

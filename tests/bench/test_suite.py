@@ -12,7 +12,6 @@ from contracts import build, contract
 from onnx import TensorProto, helper
 
 from vitcompress.bench import artifacts, environment, machine, suite
-from vitcompress.bench.memory import measure_memory
 from vitcompress.bench.report import run as reports
 from vitcompress.bench.suite import BenchOptions
 from vitcompress.bench.timing import protocol
@@ -164,7 +163,7 @@ def test_memory_that_cannot_be_measured_names_the_artifact_and_the_reason() -> N
     with pytest.raises(
         VitcompressError, match="memory of nothing cannot be measured: nothing does not exist"
     ) as caught:
-        measure_memory("nothing", None, RunnerOptions(), 1)
+        suite.measure_memory("nothing", None, RunnerOptions(), 1)
     assert caught.value.hint == "leave --memory out"
 
 

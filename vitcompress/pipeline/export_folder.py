@@ -12,7 +12,14 @@ from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters.base import Exported, Exporter
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.runtimes import available_exporter, exported_files
-from vitcompress.exporters.sidecar import DENSE, check_sha256, read_class_names, read_sidecar, sidecar_path
+from vitcompress.exporters.sidecar import (
+    DENSE,
+    check_sha256,
+    read_class_names,
+    read_sidecar,
+    sidecar_path,
+    usable_sidecar,
+)
 from vitcompress.exporters.tensorrt.export import source_path
 from vitcompress.io.checks import Check, Status, Verification, update_verification
 from vitcompress.io.files import decode_json_values, file_sha256, read_json
@@ -107,9 +114,7 @@ def _check_name(exporter: Exporter, folder: Path, out: Path, options: ExportOpti
 
 def _describe_other(path: Path, options: ExportOptions) -> str | None:
     """Precision and input of the file `path`, if they are not those of `options`."""
-    old = None
-    with suppress(ArtifactError):  # a damaged sidecar is replaced
-        old = read_sidecar(path) if path.is_file() else None
+    old = usable_sidecar(path) if path.is_file() else None  # a damaged one is replaced
     if old and (old["precision"], "uint8" in old["metadata"].get("input", "")) != (options.precision, options.uint8):
         return f"{old['precision']}, {old['metadata'].get('input')}"
     return None

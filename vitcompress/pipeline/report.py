@@ -4,7 +4,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
@@ -16,9 +16,9 @@ from vitcompress.bench.report import page, records
 from vitcompress.bench.report import run as reports
 from vitcompress.bench.report.files import SETTINGS, match_rows
 from vitcompress.bench.report.records import ArtifactRecord, BenchRecord, BenchRow, FileAccuracy, Report
-from vitcompress.errors import ArtifactError, VitcompressError, first_line
+from vitcompress.errors import VitcompressError, first_line
 from vitcompress.exporters.runtimes import exported_files
-from vitcompress.exporters.sidecar import DENSE, find_mismatches, read_sidecar
+from vitcompress.exporters.sidecar import DENSE, find_mismatches, usable_sidecar
 from vitcompress.io.files import file_sha256, lock_folder, signed_files, write_json
 from vitcompress.io.manifest import check_unchanged, record_changes
 from vitcompress.io.progress import Progress
@@ -220,10 +220,7 @@ def _artifact(
     path: Path, sha256: str, accuracy: Mapping[str, FileAccuracy], measured: Sequence[BenchRecord]
 ) -> ArtifactRecord | None:
     """An exported file with its agreement, accuracy and speed; None without a valid sidecar."""
-    sidecar = None
-    with suppress(ArtifactError):  # `verify` reports it
-        sidecar = read_sidecar(path)
-    if not sidecar:
+    if not (sidecar := usable_sidecar(path)):
         return None
     stored = {key: sidecar[key] for key in ("format", "bytes", "precision", "verified")}
     agreement = _describe_agreement(path.name, sidecar)

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitcompress.errors import ArtifactError
 from vitcompress.exporters.precision import HALF
-from vitcompress.exporters.sidecar import read_sidecar
+from vitcompress.exporters.sidecar import usable_sidecar
 from vitcompress.exporters.tensorrt.export import source_path
 from vitcompress.io.checks import Check, limit_check, problem_check
 from vitcompress.io.files import file_sha256
@@ -30,7 +29,7 @@ FIELDS = {field.name for field in fields(Check)}
 
 def engine_checks(path: Path, original: PlannedOriginal) -> Iterator[Check]:
     """Compare the engine `path` with its model. Without a usable sidecar, nothing can be compared."""
-    if not (sidecar := _read(path)):
+    if not (sidecar := usable_sidecar(path)):
         return
     source, name, recorded = source_path(path), f"{path.name}.source", sidecar["source"].get("sha256")
     if source.is_file():
@@ -47,17 +46,9 @@ def engine_checks(path: Path, original: PlannedOriginal) -> Iterator[Check]:
 
 def inspector_checks(path: Path) -> Iterator[Check]:
     """The checks of the engine's layers, which the inspector of TensorRT made when the engine was built."""
-    for check in _read(path).get("build", {}).get("truth", ()):
+    for check in usable_sidecar(path).get("build", {}).get("truth", ()):
         known = {key: value for key, value in check.items() if key in FIELDS}
         yield Check(**{**known, "name": f"{path.name}.{check['name'].removeprefix('engine.')}"})
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    """The sidecar; nothing if it is missing or cannot be used."""
-    try:
-        return read_sidecar(path) or {}
-    except ArtifactError:
-        return {}
 
 
 def _folded_check(
@@ -85,7 +76,7 @@ def _folded_check(
 def _size_checks(path: Path, sidecar: Mapping[str, Any]) -> Iterator[Check]:
     """With layers removed and none narrowed, an engine is not larger than the dense one with the same settings."""
     dense = path.with_name(path.name.replace("model", "dense", 1))
-    other = _read(dense) if dense != path and dense.is_file() else {}
+    other = usable_sidecar(dense) if dense != path and dense.is_file() else {}
     if other and _settings(sidecar) == _settings(other):
         size, most = float(path.stat().st_size), float(dense.stat().st_size)
         yield limit_check(f"{CHECK}.{path.name}.bytes", size, most, f"bytes, at most those of {dense.name}")

@@ -11,7 +11,7 @@ from torch import nn
 from vitcompress.errors import ArtifactError, MissingExtraError, OutputError, first_line
 from vitcompress.exporters.onnx import file
 from vitcompress.exporters.runtimes import exporter_of
-from vitcompress.exporters.sidecar import amend_sidecar, find_mismatches, read_sidecar, sidecar_path
+from vitcompress.exporters.sidecar import amend_sidecar, find_mismatches, read_sidecar, sidecar_path, usable_sidecar
 from vitcompress.exporters.tensorrt.export import TENSORRT, source_path
 from vitcompress.families import family_of
 from vitcompress.io.checks import Check, Status, problem_check
@@ -51,9 +51,8 @@ def metadata_check(path: Path, original: PlannedOriginal) -> Check:
     The metadata inside an engine cannot be read: its sidecar has them. Raises like `read_tensors`.
     """
     stated, exporter = dict[str, Mapping[str, str]](), exporter_of(path)
-    with suppress(ArtifactError):  # a damaged sidecar fails another check
-        if sidecar := read_sidecar(path):
-            stated[sidecar_path(path).name] = sidecar["metadata"]
+    if sidecar := usable_sidecar(path):
+        stated[sidecar_path(path).name] = sidecar["metadata"]
     if exporter is not None and exporter.contents is not None:
         stated[path.name] = exporter.contents(path).metadata
     config, count = input_config(original.model), getattr(original.model, "num_classes", 0)
@@ -197,8 +196,7 @@ def quarantine(path: Path) -> Path:
     if folder.is_symlink():
         raise OutputError(f"{folder} is a link, so {path} is not moved there", hint="remove the link")
     files = [path.with_suffix(".bin").name] if path.suffix == ".xml" else []
-    with suppress(ArtifactError):  # the sidecar itself may be damaged
-        files = list((read_sidecar(path) or {"files": files})["files"])
+    files = list(usable_sidecar(path).get("files", files))
     try:
         companions = (file.name for file in path.parent.iterdir() if file.name.startswith(f"{path.name}."))
         folder.mkdir(exist_ok=True)
