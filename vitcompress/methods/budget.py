@@ -154,18 +154,9 @@ class Target(Generic[T]):
         return abs(cost - self.amount) / self.amount
 
 
-@dataclass(frozen=True)
-class Solution:
-    """Numbers of channels that meet a target, their cost, and the range of costs that this structure allows."""
-
-    counts: Counts
-    cost: float
-    least: float
-    most: float
-
-
-def solve(ranking: Ranking, target: Target[Counts]) -> Solution:
-    """Numbers of channels whose cost is nearest to the target.
+def solve(ranking: Ranking, target: Target[Counts]) -> tuple[Counts, dict[str, float]]:
+    """Numbers of channels whose cost is nearest to the target; requested and reached cost, and the range of this
+    structure.
 
     The residual width, whose units cost most, is aligned to the width that a solution without alignment has (of a
     latency, with alignment: other widths may be slow); the other widths then meet the target. If they miss it by more
@@ -185,7 +176,7 @@ def solve(ranking: Ranking, target: Target[Counts]) -> Solution:
         if target.difference(results[-1][1]) <= max(CLOSE, target.exact):
             break
     counts, cost = min(results, key=lambda result: target.difference(result[1]))
-    return Solution(counts, cost, least, most)
+    return counts, {"amount": target.amount, "reached": cost, "least": least, "most": most}
 
 
 def check_reach(largest: T, smallest: T, target: Target[T]) -> tuple[float, float]:

@@ -132,16 +132,15 @@ def _choose(
 ) -> tuple[Counts, dict[str, object]]:
     """How many channels each group keeps, and how a counted target was met. A latency needs the `search`."""
     if search is not None:
-        solution = budget.solve(ranking, search.target(candidates.delta))
-        search.conclude(delta := candidates.delta(solution.counts), delta)
-        return solution.counts, {}
+        counts, _ = budget.solve(ranking, search.target(candidates.delta))
+        search.conclude(delta := candidates.delta(counts), delta)
+        return counts, {}
     if options.amount is None or options.target == "latency":
         return ranking.counts(), {}
     size, unit = UNITS[options.target]
     count = lambda counts: getattr(candidates.cost(counts), options.target) / size  # noqa: E731
-    solution = budget.solve(ranking, Target[Counts](options.amount, count, unit))
-    aim = {"kind": options.target, "on": None, "amount": options.amount, "reached": solution.cost}
-    return solution.counts, {**aim, "least": solution.least, "most": solution.most}
+    counts, costs = budget.solve(ranking, Target[Counts](options.amount, count, unit))
+    return counts, {"kind": options.target, "on": None, **costs}
 
 
 def reset_attention_scale(model: nn.Module, spaces: Sequence[Space], delta: Plan) -> nn.Module:
