@@ -1,6 +1,6 @@
 """Malformed input of every format, through the real commands.
 
-    python -m tests.campaigns.fuzz --cases 10000 [--seed 0] [--formats toml,plan] [--out FILE.json]
+    python -m tests.campaigns.fuzz --cases 10000 [--jobs 2] [--seed 0] [--formats toml,plan] [--out FILE.json]
 
 hypothesis generates the cases; each is a command in a folder of its own with a few changed files. Clean is a case that
 ends in time, with exit code 0, 2, or 1 of a failed check, one short message, no traceback, no control characters, and
@@ -12,9 +12,11 @@ import argparse
 import collections
 import contextlib
 import copy
+import gc
 import io
 import json
 import math
+import multiprocessing
 import os
 import pickle
 import platform
@@ -45,42 +47,16 @@ from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import save
 
+from tests.helpers.whole_runs import SMALL as TRAINED
+from tests.helpers.whole_runs import forked
 from vitcompress import cli, recipes
 from vitcompress.errors import ESCAPES
 from vitcompress.io.hardware import package_versions
 from vitcompress.io.tensors import load_tensors
 from vitcompress.recipe.keys import keys_of
 
-SMALL = """
-[model]
-name = "vit_tiny_patch16_224"
-args = { img_size = 8, patch_size = 4, in_chans = 1, embed_dim = 16, depth = 3, num_heads = 2 }
-weights = "random"
-
-[data]
-source = "digits"
-
-[[step]]
-method = "random"
-pruned_layers = 2
-
-[finetune]
-epochs = 1
-batch_size = 64
-distillation = "soft"
-teacher = "dense"
-
-[bench]
-protocol = "paper"
-batch = 2
-warmup = 1
-runs = 3
-runtimes = ["onnxruntime"]
-
-[run]
-threads = 1
-device = "cpu"
-"""
+SMALL = re.sub(r"\[dense\].*?\n\n", "", TRAINED, flags=re.DOTALL).replace('weights = "train"', 'weights = "random"')
+SMALL = SMALL.replace("runs = 3", 'runs = 3\nruntimes = ["onnxruntime"]')
 SECONDS = 20  # of processor time for one case; the slowest needs 2
 SLOW = ("doctor", "keygen", "sign")  # and those that write new files for any argument
 PATIENCE = 180  # for a case that waits
@@ -840,10 +816,10 @@ def run_case(case: Case, world: Path, folder: Path) -> tuple[int, str, str | Non
     with contextlib.chdir(folder):
         result = CliRunner().invoke(cli.main, list(case.arguments))
     message, code = result.stderr, result.exit_code
-    if "--json" in case.arguments and code == 2:
-        with contextlib.suppress(ValueError, AttributeError, TypeError):
+    if "--json" in case.arguments and code:
+        with contextlib.suppress(ValueError, AttributeError, TypeError, KeyError):  # or no message but checks
             data = json.loads(result.stdout)
-            message = "\n".join(data["missing"] if "missing" in data else (data["error"], data["hint"] or ""))
+            message = "\n".join((data["error"], data["hint"] or "") if "error" in data else data["missing"])
     problem = judge_output(case, code, message, result.stdout) or judge_files(code, before, tree(folder))
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         problem = f"raises {type(result.exception).__name__}: {result.exception}"[:300]
@@ -975,29 +951,46 @@ def describe(case: Case) -> str:
     return " ".join(word if len(word) < 200 else f"{word[:60]}...({len(word)})" for word in case.arguments)
 
 
+def run_share(world: Path, folder: Path, end: float, share: tuple[int, int, Sequence[str]], output: Any) -> None:
+    """Generate and run the cases of one process of the campaign, and send them with their results."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    cases = generate(world, *share)
+    print(f"{len(cases)} cases in {folder.name}", flush=True)
+    results = run_cases(cases, world, folder, end - time.monotonic())
+    output.send(list(zip(cases, results, strict=False)))  # of those that were in time
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--seconds", type=float, default=math.inf, help="after which no further case starts")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that generate and run cases")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--formats", default="")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--keep", type=Path, help="folder that keeps the world and the cases that are not clean")
     options = parser.parse_args()
-    start = time.monotonic()
+    start, jobs = time.monotonic(), options.jobs
+    only = [name for name in options.formats.split(",") if name]
     with tempfile.TemporaryDirectory() as temporary:
         place = options.keep or Path(temporary)
         place.mkdir(exist_ok=True)
-        world, folder = place / "world", place / "cases"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        if not world.exists():
-            build_world(world)
-        cases = generate(world, options.cases, options.seed, [name for name in options.formats.split(",") if name])
-        print(f"{len(cases)} cases after {time.monotonic() - start:.0f} s", flush=True)
-        results = run_cases(cases, world, folder, options.seconds)
-        cases = cases[: len(results)]
-        findings = [(case, result) for case, result in zip(cases, results, strict=True) if result["problem"]]
+        world = place / "world"
+        if not world.exists():  # in a process of its own: those that are forked from this one lack OpenVINO's threads
+            assert forked(build_world, world) == 0
+        gc.freeze()  # of which every collection in a forked process would make a copy
+        context, pairs = multiprocessing.get_context("fork"), list[tuple[Case, dict[str, Any]]]()
+        outputs = [context.Pipe(duplex=False) for _ in range(jobs)]
+        for job, (_, output) in enumerate(outputs):
+            share = (math.ceil(options.cases / jobs), options.seed * jobs + job, only)
+            work = (world, place / f"cases-{job}", start + options.seconds, share, output)
+            context.Process(target=run_share, args=work).start()
+            output.close()  # so that the end of the process is the end of its results
+        for reader, _ in outputs:
+            pairs += reader.recv()
+    cases, results = zip(*pairs, strict=True)
+    findings = [(case, result) for case, result in pairs if result["problem"]]
     seconds = time.monotonic() - start
     by_format = {
         name: {
@@ -1010,7 +1003,7 @@ def main() -> int:
     }
     codes = dict(collections.Counter(str(result["code"]) for result in results))
     record = {
-        "command": f"python -m tests.campaigns.fuzz --cases {options.cases} --seed {options.seed}",
+        "command": f"python -m tests.campaigns.fuzz --cases {options.cases} --jobs {jobs} --seed {options.seed}",
         "hardware": f"CPU, {os.cpu_count()} cores ({platform.machine()}), shared with other work",
         "versions": package_versions(("vitcompress", "torch", "timm", "onnx", "onnxruntime", "openvino", "hypothesis")),
         "cases": len(cases),

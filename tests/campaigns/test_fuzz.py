@@ -13,5 +13,6 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.skipif(sys.platform != "linux", reason="the campaign forks processes and limits their memory")
 def test_malformed_inputs_end_in_short_messages() -> None:
     command = [sys.executable, "-W", "ignore", "-m", "tests.campaigns.fuzz", "--cases", "2000", "--seconds", "80"]
+    command += ["--jobs", "2"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.endswith(" clean\n"), f"{done.stdout}\n{done.stderr}"
