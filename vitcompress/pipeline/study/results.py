@@ -229,9 +229,10 @@ def row_table(study: dict[str, Any]) -> Table:
         "MACs": lambda row: format_count(row["macs"]),
         "MACs ratio": lambda row: _format_spread(row["macs_ratio"], row["macs_ratio_range"]),
         "speed-up": lambda row: _format_spread(row["speedup"], row["speedup_range"]),
+        "flips (p)": lambda row: "" if row["flips"] is None else f"{row['flips']} ({row['p_value']:.2g})",
     }
-    if any(row["flips"] is not None for row in study["rows"]):
-        columns["flips (p)"] = lambda row: "" if row["flips"] is None else f"{row['flips']} ({row['p_value']:.2g})"
+    if all(row["flips"] is None for row in study["rows"]):
+        columns = {title: value for title, value in columns.items() if title != "flips (p)"}
     dense, speed = study["dense"], "1" if study["speed"] else NOT_MEASURED
     correct, total = (sum(seed[key] for seed in dense["seeds"]) for key in COUNTS)
     sizes = (format_count(dense["cost"][key]) for key in ("params", "macs"))
