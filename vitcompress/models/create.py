@@ -119,7 +119,7 @@ class SkipOnMeta(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is nn.functional.linear and args:  # of rows: torch 2.8 counts some others as products of batches
-            return func(args[0].reshape(-1, args[0].shape[-1]), *args[1:], **kwargs).unflatten(0, args[0].shape[:-1])
+            return func(args[0].reshape(-1, args[0].shape[-1]), *args[1:], **kwargs).reshape(*args[0].shape[:-1], -1)
         if getattr(func, "__name__", "") in self.names:
             tensor = args[0] if args else next(v for v in kwargs.values() if isinstance(v, torch.Tensor))
             if tensor.is_meta:
