@@ -56,12 +56,14 @@ class ModelInfo(TypedDict, total=False):
     """What a module does not know: preprocessing, class names (default: numbers) and hash of the plan.
 
     calibrate(path): the ranges of a model in eight bits (`quantize.graph.Quantization`), from its ONNX file in fp32.
+    factors: of `quantize.smooth`; the file in fp32 has them already.
     """
 
     input: Required[InputConfig]
     classes: Sequence[str]
     plan_digest: str
     calibrate: Callable[[Path], Mapping[str, float]]
+    factors: Mapping[str, Sequence[int]]
 
 
 @dataclass(frozen=True)

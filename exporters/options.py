@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast, get_args
 
 from annotated_types import Ge, Le
 
@@ -13,8 +13,9 @@ Precision = Literal["fp32", "tf32", "fp16", "bf16", "int8", "int8+bf16", "fp8"]
 Calibration = Literal["minmax", "percentile", "entropy", "mse"]
 Positive = Annotated[int, Ge(1), Le(2**20)]
 AUTO = "auto"
-EIGHT_BITS = ("int8", "fp8")
-ONLY_EIGHT_BITS = ("weight_bits", "calibration", "calibration_method")  # options that only these precisions have
+EightBits = Literal["int8", "fp8"]
+EIGHT_BITS = get_args(EightBits)
+ONLY_EIGHT_BITS = ("weight_bits", "calibration", "calibration_method", "smooth")  # options of these precisions only
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,9 @@ class ExportOptions:
     calibration_method: Annotated[
         Calibration, Doc("how: largest magnitude, 99.99 % of all, least KL divergence, or least squared error")
     ] = "minmax"
+    smooth: Annotated[bool, Doc("in int8 and fp8: move scales of channels from LayerNorms into the next layers")] = (
+        False
+    )
     uint8: Annotated[
         bool, Doc("the file takes bytes, (batch, height, width, channels) of 0 to 255, and normalises them itself")
     ] = False
@@ -70,6 +74,12 @@ class ExportOptions:
     def changed(self) -> tuple[str, ...]:
         """Names of the options that differ from their defaults."""
         return tuple(name for name, default in DEFAULTS.items() if getattr(self, name) != default)
+
+    @property
+    def eight_bits(self) -> EightBits | None:
+        """The precision of linear layers in eight bits; None in other precisions."""
+        kind = self.precision.removesuffix("+bf16")
+        return cast(EightBits, kind) if kind in EIGHT_BITS else None
 
     @property
     def label(self) -> str:

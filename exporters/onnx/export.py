@@ -6,13 +6,13 @@ Up to opset 22 attention is decomposed, in patterns that runtimes fuse; from 23 
 import json
 from ast import literal_eval
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Unpack, cast
+from typing import Any, Unpack
 
 import numpy as np
 import onnx
@@ -31,7 +31,8 @@ from vitcompress.exporters.onnx.runner import OnnxRunner
 from vitcompress.exporters.onnx.tokens import drop_unread_tokens
 from vitcompress.exporters.options import EIGHT_BITS, ONLY_EIGHT_BITS, ExportOptions
 from vitcompress.exporters.precision import HALF, classifier_layers, expand_layers
-from vitcompress.exporters.quantize.graph import CORE, WEIGHT, EightBits, Form, Quantization, quantize
+from vitcompress.exporters.quantize.graph import CORE, WEIGHT, Form, Quantization, quantize
+from vitcompress.exporters.quantize.smooth import rescale
 from vitcompress.exporters.uint8 import build_deployed, can_fold_normalization, tensors_of
 from vitcompress.families import family_of
 from vitcompress.io.progress import Progress
@@ -107,29 +108,34 @@ def export(
     return record_export(path, files, format="onnx", **fields)
 
 
-def kept_layers(model: nn.Module, islands: Sequence[str]) -> tuple[str, ...]:
-    """The layers that stay in fp32 in a file in eight bits: `islands`, the classifier and the patch embedding."""
-    return (*expand_layers(model, islands), *classifier_layers(model), family_of(model).stem)
+def prepare_quantized(
+    model: nn.Module, path: Path, options: ExportOptions, form: Form, **arguments: Any
+) -> tuple[Exported, Quantization]:
+    """Write the file in fp32, with the metadata of the one in eight bits, and return what the latter computes.
 
-
-def _export_quantized(model: nn.Module, path: Path, options: ExportOptions, form: Form, **arguments: Any) -> Exported:
-    """`export` in int8 or fp8, from a file in fp32."""
+    The classifier and the patch embedding stay in fp32, too. Raises InputError without `calibrate`.
+    """
     if "calibrate" not in arguments:
         raise InputError(
             f"{options.precision} needs images of the training data to calibrate on",
             hint="export a run folder whose recipe has data, or give images",
         )
-    kept = kept_layers(model, options.islands)
+    kept = [*expand_layers(model, options.islands), *classifier_layers(model), family_of(model).stem]
+    bits, factors = options.weight_bits or (7 if form == "int32_bias" else 8), arguments.get("factors", {})
+    plain = export(rescale(model, factors), path, options=options.only({"opset", "uint8"}), **arguments)
+    ranges = {key: size for key, size in arguments["calibrate"](plain.path).items() if not is_within(key, kept)}
+    settings = Quantization(options.eight_bits or "int8", ranges, form, bits, factors)
+    changes = {"precision": options.precision, "islands": kept, "quantization": asdict(settings)}
+    metadata = {**plain.metadata, **{key: json.dumps(value) for key, value in changes.items()}}
+    return replace(plain, metadata=metadata), settings
+
+
+def _export_quantized(model: nn.Module, path: Path, options: ExportOptions, form: Form, **arguments: Any) -> Exported:
+    """`export` in int8 or fp8, from a file in fp32."""
     with TemporaryDirectory(prefix="vitcompress-") as folder:
-        plain = export(model, Path(folder) / path.name, options=options.only({"opset", "uint8"}), **arguments)
-        ranges = arguments["calibrate"](plain.path)
-        ranges = {key: value for key, value in ranges.items() if not is_within(key, kept)}
-        bits = options.weight_bits or (7 if form == "int32_bias" else 8)
-        settings = Quantization(cast(EightBits, options.precision), ranges, form, bits)
-        changes = {"precision": options.precision, "islands": list(kept), "quantization": asdict(settings)}
-        metadata = {**plain.metadata, **{key: json.dumps(value) for key, value in changes.items()}}
-        files = _write_checked(path, lambda target: quantize(plain.path, target, settings, metadata))
-    fields: dict[str, Any] = {"opset": plain.opset, "opset_reason": plain.opset_reason, "metadata": metadata}
+        plain, settings = prepare_quantized(model, Path(folder) / path.name, options, form, **arguments)
+        files = _write_checked(path, lambda target: quantize(plain.path, target, settings, plain.metadata))
+    fields: dict[str, Any] = {"opset": plain.opset, "opset_reason": plain.opset_reason, "metadata": plain.metadata}
     return record_export(path, files, format="onnx", precision=options.precision, **fields)
 
 
@@ -155,8 +161,8 @@ def check_options(options: ExportOptions) -> None:
         )
     if options.islands and options.precision not in (*HALF, *EIGHT_BITS):
         raise InputError(
-            f"islands name fp32 layers, but the whole model is {options.precision}",
-            hint="omit them, or use --precision fp16, bf16, int8 or fp8",
+            f"islands name fp32 layers, but the file has all layers in {options.precision}",
+            hint="omit them, or use --precision int8 or fp8, or with --format onnx fp16 or bf16",
         )
 
 

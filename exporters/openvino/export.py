@@ -128,7 +128,7 @@ OPENVINO = Exporter(
     ".xml",
     export,
     OpenVinoRunner,
-    uses=frozenset({"precision", "opset", "uint8", *ONLY_EIGHT_BITS}),
+    uses=frozenset({"precision", "opset", "islands", "uint8", *ONLY_EIGHT_BITS}),
     check_options=check_options,
     unavailable=unavailable,
     cannot_run=unavailable,

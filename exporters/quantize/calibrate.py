@@ -12,9 +12,9 @@ from torch import Tensor
 from vitcompress.errors import InputError, PrecisionError
 from vitcompress.exporters.onnx import file
 from vitcompress.exporters.onnx.rounded import open_session
-from vitcompress.exporters.options import Calibration
+from vitcompress.exporters.options import Calibration, EightBits
 from vitcompress.exporters.quantize.emulate import round_values
-from vitcompress.exporters.quantize.graph import LARGEST, EightBits, find_products
+from vitcompress.exporters.quantize.graph import LARGEST, find_products
 from vitcompress.exporters.runner import prepare_input
 from vitcompress.exporters.sidecar import read_input
 from vitcompress.io.files import decode_json_values

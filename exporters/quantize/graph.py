@@ -9,7 +9,7 @@ and without them ONNX Runtime is slower than in fp32.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,8 +19,9 @@ from onnx import numpy_helper
 
 from vitcompress.errors import InputError, PrecisionError
 from vitcompress.exporters.onnx import file
+from vitcompress.exporters.options import EightBits
+from vitcompress.io.validation import options_of
 
-EightBits = Literal["int8", "fp8"]
 Form = Literal["int32_bias", "float_bias"]
 Ranges = Mapping[str, float]
 LARGEST = {"int8": 127.0, "fp8": 448.0}  # number of each type
@@ -35,12 +36,20 @@ class Quantization:
         inputs of both products of an attention `blocks.0.attn.softmax.0.0` to `.1.1`); from `calibrate`, or from a
         training.
     weight_bits: 7 leave a bit to processors that add 8-bit products in 16 bits.
+    factors: of `quantize.smooth`, which the tensors of the file have.
     """
 
     precision: EightBits
     ranges: Ranges
     form: Form = "int32_bias"
     weight_bits: int = 8
+    factors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+def read_quantization(labels: Mapping[str, Any]) -> Quantization | None:
+    """The record `quantization` in the decoded metadata of a file; None for other files. Raises InputError."""
+    record = labels.get("quantization")
+    return options_of(Quantization, record, "the quantization") if isinstance(record, dict) else None
 
 
 def find_products(model: Any, precision: str) -> Iterator[tuple[Any, dict[str, str]]]:

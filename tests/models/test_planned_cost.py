@@ -12,7 +12,7 @@ from vitcompress.methods.depth import depth_plan
 from vitcompress.methods.options import Alignment
 from vitcompress.methods.table import METHODS
 from vitcompress.models import cost as models_cost
-from vitcompress.models.cost import _count_flops, count_cost, planned_cost
+from vitcompress.models.cost import count_cost, count_flops, planned_cost
 from vitcompress.models.create import create_on_meta, input_config
 from vitcompress.models.source import create_blank
 from vitcompress.plan import Plan
@@ -52,8 +52,8 @@ def test_padded_heads_have_no_planned_cost() -> None:
 
 
 def test_candidates_are_compared_without_counting_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted, real = list[Any](), _count_flops
-    monkeypatch.setattr(models_cost, "_count_flops", lambda *about: counted.append(about) or real(*about))
+    counted, real = list[Any](), count_flops
+    monkeypatch.setattr(models_cost, "count_flops", lambda *about: counted.append(about) or real(*about))
     base = contract("plain").plan
     model = create_on_meta(base.arch, base.arch_args)
     size = input_config(model).size

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from contracts import build, contract, images
 from too_large import large_ffn, large_residual, large_scores
 from torch import nn
 
+from vitcompress.bench import suite
 from vitcompress.cli import main
-from vitcompress.errors import PrecisionError
+from vitcompress.errors import DeviceError, InputError, PrecisionError
+from vitcompress.exporters.base import Exported
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.precision import convert_precision
 from vitcompress.exporters.ranges import scan_ranges
@@ -25,7 +28,7 @@ from vitcompress.models.checkpoint import write_model
 from vitcompress.models.create import input_config
 from vitcompress.pipeline import fp32_layers
 from vitcompress.pipeline.calibration import Calibration
-from vitcompress.pipeline.export import fp16_limits, write_export
+from vitcompress.pipeline.export import write_export
 from vitcompress.pipeline.fp32_layers import Evaluator, Layers, Search, best_evaluator, minimize, search
 from vitcompress.training.datasets import as_images
 from vitcompress.verify.outputs import SHARES, Original, compare, comparison_checks, output_checks
@@ -71,8 +74,7 @@ def torch_evaluator(model: nn.Module) -> Evaluator:
 
 
 def search_fp16(model: nn.Module, fixed: Layers = ()) -> Search:
-    limits = fp16_limits(model, scan_ranges(model, X), fixed)
-    return search(Original(model, X), torch_evaluator(model), "fp16", *limits, fixed=fixed)
+    return search(Original(model, X), torch_evaluator(model), "fp16", ranges=scan_ranges(model, X), fixed=fixed)
 
 
 @pytest.mark.parametrize(
@@ -217,15 +219,59 @@ def with_outlier() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(("create", "chosen"), [(plain, ()), (with_outlier, ("blocks.1.mlp.fc1",))])
-def test_only_the_layer_with_an_outlier_stays_out_of_int8(
-    tmp_path: Path, create: Callable[[], nn.Module], chosen: Layers
+NAMES = [name for name in ("onnx", "openvino") if EXPORTERS[name].unavailable() is None]
+
+
+def search_int8(folder: Path, model: nn.Module, name: str, **more: Any) -> Exported:
+    options = ExportOptions(**{"precision": "int8", "islands": ("auto",), "calibration": 3, **more})
+    EXPORTERS[name].check(options)
+    calibration = Calibration(model, options, RunFolder(folder), as_images([(image, 0) for image in X]))
+    path = folder / f"model{EXPORTERS[name].suffix}"
+    return write_export(EXPORTERS[name], Original(model, X), path, options=options, calibration=calibration)
+
+
+@pytest.mark.parametrize(("create", "smooth"), [(plain, False), (with_outlier, True)])
+def test_all_layers_are_in_int8_without_an_outlier_or_with_rescaled_layers(
+    tmp_path: Path, create: Callable[[], nn.Module], smooth: bool
 ) -> None:
-    model, options = create(), ExportOptions(precision="int8", islands=("auto",), calibration=3)
-    original = Original(model, X)
-    calibration = Calibration(model, options, RunFolder(tmp_path), as_images([(image, 0) for image in X]))
-    done = write_export(EXPORTERS["onnx"], original, tmp_path / "model.onnx", options=options, calibration=calibration)
-    result = done.islands_search
-    assert result["chosen"] == chosen and result["smallest"] and len(result["tries"]) <= 20
-    assert {"head", "patch_embed.proj", *chosen} == set(json.loads(done.metadata["islands"]))
-    assert {check.verdict for check in output_checks(done.path, original)} == {"passed"}
+    done = search_int8(tmp_path, create(), "onnx", smooth=smooth)
+    result: Any = done.islands_search
+    assert result["chosen"] == () and result["costs"] == {} and len(result["tries"]) == 1
+    assert {"head", "patch_embed.proj"} == set(json.loads(done.metadata["islands"]))
+    assert {check.verdict for check in output_checks(done.path, Original(create(), X))} == {"passed"}
+    assert bool(json.loads(done.metadata["quantization"])["factors"]) is smooth
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_the_layer_with_an_outlier_stays_out_of_int8_and_has_a_cost(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "openvino":  # as on a machine that cannot run the file
+        monkeypatch.setattr(suite, "run", no_device)
+    done = search_int8(tmp_path, with_outlier(), name)
+    result: Any = done.islands_search
+    assert result["chosen"] == ("blocks.1.mlp.fc1",) and result["smallest"] and len(result["tries"]) <= 20
+    assert result["proxy"] is (name == "openvino")
+    assert {"head", "patch_embed.proj", "blocks.1.mlp.fc1"} == set(json.loads(done.metadata["islands"]))
+    assert {check.verdict for check in output_checks(done.path, Original(with_outlier(), X))} == {"passed"}
+    ((layer, cost),), warnings = result["costs"].items(), (read_sidecar(done.path) or {})["build"]["warnings"]
+    assert layer == "blocks.1.mlp.fc1" and cost["divergence"] > 0 and 0.1 < cost["macs"] < 0.3
+    (line,) = (line for line in warnings if "blocks.1.mlp.fc1" in line)
+    if name == "openvino":
+        assert cost["speed"] == {} and "12.5 % fewer products" in line
+    else:
+        assert cost["speed"]["median"] > 0 and "as fast" in line
+
+
+def no_device(*arguments: object, **more: object) -> None:
+    raise DeviceError("none")
+
+
+@pytest.mark.skipif("openvino" not in NAMES, reason="OpenVINO is not installed")
+def test_named_layers_stay_out_of_int8_in_openvino(tmp_path: Path) -> None:
+    done = search_int8(tmp_path, plain(), "openvino", islands=("blocks.0.mlp",))
+    assert json.loads(done.metadata["islands"]) == ["blocks.0.mlp", "head", "patch_embed.proj"]
+    assert {check.verdict for check in output_checks(done.path, Original(plain(), X))} == {"passed"}
+    for precision in ("fp32", "bf16"):
+        with pytest.raises(InputError, match="the file has all layers in fp32"):
+            EXPORTERS["openvino"].check(ExportOptions(precision=precision, islands=("auto",)))

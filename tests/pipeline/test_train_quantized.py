@@ -12,6 +12,8 @@ from command_line import begin, expect_error
 from whole_runs import SMALL
 
 from vitcompress import cli
+from vitcompress.exporters.runtimes import EXPORTERS
+from vitcompress.exporters.sidecar import read_sidecar
 from vitcompress.io.files import read_json
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import load_tensors
@@ -82,8 +84,28 @@ def test_a_file_with_other_ranges_fails(finished: RunFolder, tmp_path: Path) -> 
     assert [verdict[f"agreement.{path.name}.emulation"] for verdict in verdicts] == ["passed", "failed"]
 
 
+@pytest.mark.skipif(EXPORTERS["openvino"].unavailable() is not None, reason="OpenVINO is not installed")
+def test_a_model_is_trained_for_int8_with_bf16_elsewhere(tmp_path: Path) -> None:
+    text = SMALL + TABLES.replace('"int8"', '"int8+bf16"\nformats = ["openvino"]')
+    (tmp_path / "recipe.toml").write_text(text)
+    code, output = run("recipe", str(tmp_path / "recipe.toml"), "--out", str(tmp_path / "run"))
+    assert code == 0, output
+    files = RunFolder(tmp_path / "run")
+    path = files.exported("model", ".xml")
+    assert path.is_file(), output
+    written = json.loads((read_sidecar(path) or {})["metadata"]["quantization"])["ranges"]
+    assert written == {name: pytest.approx(value) for name, value in read_json(files.trained_ranges)["ranges"].items()}
+    verdicts = {c["verdict"] for c in read_json(files.verification)["checks"] if "model.xml" in c["name"]}
+    assert verdicts <= {"passed", "not_run"} and verdicts
+
+
 @pytest.mark.parametrize(
-    "table", ["[quantize]\nepochs = 1\n", '[export]\nprecision = "int8"\n[quantize]\nranges = "fixed"\n']
+    "table",
+    [
+        "[quantize]\nepochs = 1\n",
+        '[export]\nprecision = "int8"\n[quantize]\nranges = "fixed"\n',
+        '[export]\nprecision = "int8"\nsmooth = true\n[quantize]\nepochs = 1\n',
+    ],
 )
 def test_settings_without_effect(table: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begin(tmp_path / "home", monkeypatch)

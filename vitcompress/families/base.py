@@ -14,7 +14,7 @@ from timm.layers import AttentionPoolLatent, GluMlp, LayerNorm2d, LayerScale, Ml
 from torch import Tensor, nn
 
 from vitcompress.families.attention import AnyWidthAttention, SlicedPool
-from vitcompress.families.edited_block import EditedBlock, Wiring
+from vitcompress.families.edited_block import EditedBlock, Wiring, branches_of
 
 SCALES = {"ls1": "attn", "ls2": "mlp", "gamma_1": "attn", "gamma_2": "mlp"}  # LayerScale -> the child that it follows
 SiteKind = Literal["attention", "activation", "ffn", "block"]
@@ -218,6 +218,18 @@ class Family(ABC):
         """The layers that `surgery.fold` multiplies; None if the FFN does not consist of two."""
         is_pair = isinstance(model.get_submodule(ffn), Mlp | GluMlp)
         return LinearPair(f"{ffn}.fc1", f"{ffn}.fc2") if is_pair else None
+
+    def normalized(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
+        """Path of each LayerNorm of a block whose output only linear layers read -> paths of these layers."""
+        readers, describe = {}, {"attn": self.describe_attention, "mlp": describe_ffn}
+        for path, block in self.blocks(model).items():
+            for norm, child, *_ in (chain for chain in branches_of(block, self.wiring) if len(chain) > 1):
+                if isinstance(getattr(block, norm), nn.LayerNorm) and child in describe:
+                    axes = describe[child](model, path, getattr(block, child))[1]
+                    layers = tuple(axis.owner for axis in axes if axis.dim == 1)
+                    if all(isinstance(model.get_submodule(layer), nn.Linear) for layer in layers):
+                        readers[f"{path}.{norm}"] = layers
+        return readers
 
     def scales(self, model: nn.Module) -> dict[str, str]:
         """Path of each LayerScale (module or parameter) -> path of the linear layer just before it.

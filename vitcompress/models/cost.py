@@ -43,11 +43,11 @@ def count_cost(model: nn.Module, input_size: tuple[int, int, int] | None = None)
         >>> vc.count_cost(vc.create_model("vit_tiny_patch16_224", img_size=32, depth=1, num_classes=10))
         Cost(params=595978, macs=2813184, macs_linear=2803584)
     """
-    return _cost(model, _count_flops(model, input_size or input_config(model).size)["Global"])
+    return _cost(model, count_flops(model, input_size or input_config(model).size)["Global"])
 
 
-def _count_flops(model: nn.Module, input_size: tuple[int, int, int]) -> dict[str, dict[Any, int]]:
-    """Floating point operations by module and operator."""
+def count_flops(model: nn.Module, input_size: tuple[int, int, int]) -> dict[str, dict[Any, int]]:
+    """Floating point operations by module (`VisionTransformer.blocks.0.attn`) and operator."""
     ready = not model.training and all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     shapes = model if ready else deepcopy(model).to("meta").eval()  # no copy for the many candidates of a search
     dtype = next((p.dtype for p in shapes.parameters()), torch.float32)
@@ -73,7 +73,7 @@ def planned_cost(model: nn.Module, input_size: tuple[int, int, int]) -> Callable
     before = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     parameters = [name for name, _ in model.named_parameters()]
     modules, root = dict(model.named_modules()), type(model).__name__
-    flops = {path.removeprefix(root).lstrip("."): work for path, work in _count_flops(model, input_size).items()}
+    flops = {path.removeprefix(root).lstrip("."): work for path, work in count_flops(model, input_size).items()}
     parts = {path: _cost(modules[path], work) for path, work in flops.items() if path in modules}
     whole = parts[""]
     layers = {f"{path}.weight": part.macs_linear for path, part in parts.items() if f"{path}.weight" in before}

@@ -3,19 +3,20 @@ folder.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import cast
 
 from torch import Tensor, nn
 
 from vitcompress.errors import InputError
-from vitcompress.exporters.onnx.export import ONNX, kept_layers
+from vitcompress.exporters.onnx.export import prepare_quantized
 from vitcompress.exporters.options import AUTO, ExportOptions
 from vitcompress.exporters.quantize.calibrate import calibrate
-from vitcompress.exporters.quantize.graph import EightBits, Quantization
+from vitcompress.exporters.quantize.graph import Form, Quantization
+from vitcompress.exporters.quantize.smooth import Factors, measure_factors
 from vitcompress.exporters.quantize.train import QuantizedTraining
 from vitcompress.io.files import read_json, write_json
 from vitcompress.io.manifest import record_changes
@@ -26,7 +27,6 @@ from vitcompress.models.checkpoint import load_model_files, read_plan, save_stan
 from vitcompress.models.create import input_config
 from vitcompress.pipeline.dense import load_dense, teacher_for, train_model
 from vitcompress.pipeline.job import Job
-from vitcompress.plan import is_within
 from vitcompress.recipe.load import load_recipe_of_run
 from vitcompress.training.data import open_data
 from vitcompress.training.datasets import Images
@@ -53,42 +53,42 @@ class Calibration:
     progress: Progress = field(default_factory=Progress)
     ranges: Mapping[str, float] | None = None
 
+    @cached_property
+    def factors(self) -> Factors:
+        """Those of `quantize.smooth` that the file to calibrate has. Raises InputError without images."""
+        return measure_factors(self.model, self._images()) if self.options.smooth else {}
+
     def __call__(self, source: Path) -> Mapping[str, float]:
         """Raises InputError without images, and like `calibrate`."""
-        if self.ranges is None:
-            self.ranges = self._measure(source)
-        return self.ranges
-
-    def _measure(self, source: Path) -> Mapping[str, float]:
-        precision = cast(EightBits, self.options.precision.removesuffix("+bf16"))
+        if self.ranges is not None:
+            return self.ranges
+        precision, method = self.options.eight_bits or "int8", self.options.calibration_method
         trained = read_json(self.files.trained_ranges) if self.files.trained_ranges.is_file() else {}
         if trained.get("model") == _digest(self.model, precision):
+            if self.factors:
+                raise InputError("smooth would change layers whose ranges were trained", hint="omit smooth")
             return dict(trained["ranges"])
+        images, settings = self._images(), f"{precision} {method}{self.factors or ''}"
+        cache = self.files.ranges / f"{_digest(self.model, settings, images)}.json"
+        self.ranges = dict(read_json(cache)) if cache.is_file() else calibrate(source, images, precision, method)
+        if self.files.plan.is_file() and not cache.is_file():
+            with record_changes(self.files.path):
+                write_json(cache, self.ranges)
+        return self.ranges
+
+    def _images(self) -> Tensor:
         if self.training is None:
-            self._open_run()
-        assert self.training is not None
+            if not self.files.recipe.is_file():
+                raise InputError(
+                    f"{self.options.precision} needs images of the training data, and {self.files.path} records none",
+                    hint="export a run folder, or pass data to vitcompress.export",
+                )
+            recipe = load_recipe_of_run(self.files.recipe)
+            self.training, self.seed = open_data(recipe.data, recipe.run.seed).train, recipe.run.seed
         count = min(self.options.calibration, len(self.training))
         if count < FEW_IMAGES:
             self.progress.note(f"calibration on {count} images: the values of others may exceed these ranges")
-        images = calibration_images(self.training, input_config(self.model), count, self.seed)
-        method = self.options.calibration_method
-        cache = self.files.ranges / f"{_digest(self.model, f'{precision} {method}', images)}.json"
-        if cache.is_file():
-            return dict(read_json(cache))
-        ranges = calibrate(source, images, precision, method)
-        if self.files.plan.is_file():
-            with record_changes(self.files.path):
-                write_json(cache, ranges)
-        return ranges
-
-    def _open_run(self) -> None:
-        if not self.files.recipe.is_file():
-            raise InputError(
-                f"{self.options.precision} needs images of the training data, and {self.files.path} records none",
-                hint="export a run folder, or pass data to vitcompress.export",
-            )
-        recipe = load_recipe_of_run(self.files.recipe)
-        self.training, self.seed = open_data(recipe.data, recipe.run.seed).train, recipe.run.seed
+        return calibration_images(self.training, input_config(self.model), count, self.seed)
 
 
 def _digest(model: nn.Module, settings: str, *tensors: Tensor) -> str:
@@ -129,9 +129,7 @@ def _measure_settings(job: Job, model: nn.Module) -> Quantization:
     options, seed = job.recipe.export, job.recipe.run.seed
     assert job.data is not None
     measure = Calibration(model, options, job.files, job.data.train, seed, job.progress)
+    form: Form = "int32_bias" if {"onnx", "openvino"} & set(options.formats) else "float_bias"
+    named = replace(options, islands=tuple(name for name in options.islands if name != AUTO))
     with TemporaryDirectory(prefix="vitcompress-") as folder:
-        ranges = measure(ONNX.export(model, Path(folder) / "model.onnx", input=job.input).path)
-    kept = kept_layers(model, [name for name in options.islands if name != AUTO])
-    ranges = {key: value for key, value in ranges.items() if not is_within(key, kept)}
-    bits = options.weight_bits or (7 if {"onnx", "openvino"} & set(options.formats) else 8)
-    return Quantization(cast(EightBits, options.precision.removesuffix("+bf16")), ranges, weight_bits=bits)
+        return prepare_quantized(model, Path(folder) / "model.onnx", named, form, input=job.input, calibrate=measure)[1]

@@ -1,30 +1,23 @@
 """Write exported files: check the range of fp16, search fp32 layers, export; and all exports of a recipe."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 from torch import nn
 
 from vitcompress.bench import suite
 from vitcompress.errors import ArtifactError, CheckFailedError, DeviceError, PrecisionError
 from vitcompress.exporters.base import Exported, Exporter, ModelInfo, write_sidecar
-from vitcompress.exporters.onnx.export import ONNX
-from vitcompress.exporters.options import AUTO, EIGHT_BITS, ONLY_EIGHT_BITS, ExportOptions
-from vitcompress.exporters.precision import present_layers
-from vitcompress.exporters.quantize.graph import EightBits, Quantization
-from vitcompress.exporters.ranges import (
-    Ranges,
-    check_fp16,
-    describe_overflows,
-    find_overflows,
-    required_layers,
-    scan_ranges,
-)
+from vitcompress.exporters.onnx.export import prepare_quantized
+from vitcompress.exporters.options import AUTO, ONLY_EIGHT_BITS, ExportOptions
+from vitcompress.exporters.precision import expand_layers, present_layers
+from vitcompress.exporters.ranges import check_fp16, scan_ranges
 from vitcompress.exporters.runtimes import find_exporter, open_runner
 from vitcompress.exporters.sidecar import read_sidecar
 from vitcompress.io import hardware
@@ -32,12 +25,14 @@ from vitcompress.io.files import write_json
 from vitcompress.io.manifest import record_changes
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
-from vitcompress.io.text import format_speedup
+from vitcompress.io.text import format_percent, format_speedup
 from vitcompress.models.checkpoint import load_model
+from vitcompress.models.cost import count_flops
 from vitcompress.models.create import class_names_of, input_config, plan_of
 from vitcompress.pipeline.calibration import Calibration
-from vitcompress.pipeline.fp32_layers import Layers, Search, best_evaluator, rank_layers, search
+from vitcompress.pipeline.fp32_layers import NO_RANGES, Layers, Search, best_evaluator, rank_layers, search
 from vitcompress.pipeline.job import Job
+from vitcompress.plan import is_within
 from vitcompress.training.metrics import calibration_images
 from vitcompress.verify.files import quarantine, reject_export, rejected_exports
 from vitcompress.verify.folder import noise_images
@@ -74,17 +69,20 @@ def write_export(
     classes = classes or class_names_of(model)
     about: ModelInfo = {"input": input_config(model), "classes": classes, "plan_digest": plan_of(model).digest}
     if calibration is not None:
-        about["calibrate"] = calibration
+        about |= {"calibrate": calibration, "factors": calibration.factors}
     if AUTO in options.islands:
-        result = _search_layers(exporter, original, options, about, progress)
+        result, changes = _search_layers(exporter, original, options, about, progress)
         options = replace(options, islands=_selected_layers(result, options.precision, path))
     elif options.precision == "fp16":
         check_fp16(model, original.images, options.islands, offer_islands="islands" in exporter.uses)
+
+    def write(path: Path, **changes: Any) -> Exported:
+        return exporter.export(model, path, options=replace(options, **changes), **about)
+
     with record_changes(path.parent):
         exported = exporter.export(model, path, options=options, progress=progress, **about)
         if result is not None:
-            exported = replace(exported, islands_search=asdict(result))
-            write_sidecar(exported)
+            exported = _add_costs(exported, result, changes, write, model)
         if options.precision.startswith("int8") and not exporter.cannot_run():
             wide = options.only(exporter.uses - {"precision", "islands", *ONLY_EIGHT_BITS})
             exported = compare_with_fp32(exported, partial(exporter.export, model, options=wide, **about))
@@ -94,14 +92,10 @@ def write_export(
 def compare_with_fp32(exported: Exported, write: Callable[[Path], Exported]) -> Exported:
     """`exported` with its speed over the fp32 file that `write` writes, and a note in the warnings of its build.
 
-    Both are measured interleaved, at batch 1. A file that this machine cannot run is not measured.
+    A file that this machine cannot run is not measured.
     """
-    with TemporaryDirectory(prefix="vitcompress-") as folder:
-        base = write(Path(folder) / f"fp32{exported.path.suffix}").path
-        try:
-            bench = suite.run([base, exported.path], QUICK)
-        except DeviceError:
-            return exported
+    if (bench := _measure_over(exported, write)) is None:
+        return exported
     ratio = {**bench.ratios[0], "a": "fp32", "b": exported.precision}
     slow = f": {ratio['verdict']} here; {hardware.slow_reason(exported.precision) or 'use --precision fastest'}"
     text = f"{exported.precision} over fp32 {format_speedup(ratio)}{slow * (ratio['verdict'] != 'faster')}"
@@ -109,35 +103,48 @@ def compare_with_fp32(exported: Exported, write: Callable[[Path], Exported]) -> 
     return write_sidecar(replace(exported, speed=ratio, build={**exported.build, "warnings": warnings}))
 
 
+def _measure_over(exported: Exported, write: Callable[[Path], Exported]) -> suite.Bench | None:
+    """The file and the one that `write` writes, interleaved at batch 1; None if this machine cannot run them."""
+    with suppress(DeviceError), TemporaryDirectory(prefix="vitcompress-") as folder:
+        open_runner(exported.path).close()
+        return suite.run([write(Path(folder) / f"base{exported.path.suffix}").path, exported.path], QUICK)
+    return None
+
+
+def _add_costs(
+    exported: Exported, result: Search, changes: Mapping[str, float], write: Callable[..., Exported], model: nn.Module
+) -> Exported:
+    """`exported` with its search and the `costs`. changes: of `rank_layers`. write(path, islands=): a file like it."""
+    kept, lines = expand_layers(model, result.chosen or ()), [*exported.build.get("warnings", ())]
+    flops, costs = count_flops(model, input_config(model).size), dict[str, Mapping[str, Any]]()
+    macs = {layer: sum(flops[f"{type(model).__name__}.{layer}"].values()) for layer in changes}
+    total = sum(macs.values())
+    for layer in (layer for layer in changes if is_within(layer, kept)):
+        bench = _measure_over(exported, partial(write, islands=tuple(name for name in kept if name != layer)))
+        speed: Mapping[str, Any] = {**bench.ratios[0], "a": f"with {layer}", "b": exported.precision} if bench else {}
+        costs[layer] = {"divergence": changes[layer], "macs": (share := macs[layer] / total), "speed": speed}
+        text = f"is {format_speedup(speed)} as fast" if speed else f"has {format_percent(share)} fewer products in them"
+        lines.append(f"{layer} adds {changes[layer]:.2g} nats in eight bits; with it in fp32 the file {text}")
+    search = asdict(replace(result, costs=costs))
+    return write_sidecar(replace(exported, islands_search=search, build={**exported.build, "warnings": lines}))
+
+
 def _search_layers(
     exporter: Exporter, original: Original, options: ExportOptions, about: ModelInfo, progress: Progress | None
-) -> Search:
-    """Search the fp32 layers. Raises PrecisionError if fp16 overflows whatever layers are in fp32."""
+) -> tuple[Search, Mapping[str, float]]:
+    """Search the fp32 layers; also returns `rank_layers`. Raises PrecisionError if fp16 overflows in any case."""
     fixed = tuple(name for name in options.islands if name != AUTO)
     evaluator = best_evaluator(exporter, original, options, about)
-    if options.precision in EIGHT_BITS and "calibrate" in about:
+    ranges, ranked = NO_RANGES, dict[str, float]()
+    if options.eight_bits:
         with TemporaryDirectory(prefix="vitcompress-") as folder:
-            ranges = about["calibrate"](ONNX.export(original.model, Path(folder) / "model.onnx", **about).path)
-        ranked = rank_layers(original, Quantization(cast(EightBits, options.precision), ranges))
-        return search(original, evaluator, options.precision, fixed=fixed, ranked=ranked, progress=progress)
-    if options.precision != "fp16":  # bf16 represents whatever fp32 does
-        return search(original, evaluator, options.precision, fixed=fixed, progress=progress)
-    scanned = scan_ranges(original.model, original.images)
-    limits = fp16_limits(original.model, scanned, fixed)
-    return search(original, evaluator, options.precision, *limits, fixed=fixed, progress=progress)
-
-
-def fp16_limits(model: nn.Module, ranges: Ranges, fixed: Layers) -> tuple[Layers, Callable[[Layers], str | None]]:
-    """`required` and `problem` of a search: the layers whose results fp16 cannot represent.
-
-    Raises PrecisionError if it overflows whatever layers are in fp32.
-    """
-
-    def problem(layers: Layers) -> str | None:
-        overflows = find_overflows(model, ranges, layers)
-        return describe_overflows(overflows) if overflows else None
-
-    return required_layers(model, ranges, fixed), problem
+            path, named = Path(folder) / "model.onnx", replace(options, islands=fixed)
+            settings = prepare_quantized(original.model, path, named, "int32_bias", **about)[1]
+        ranked = rank_layers(original, settings)
+    elif options.precision == "fp16":
+        ranges = scan_ranges(original.model, original.images)
+    about_layers: Any = {"fixed": fixed, "ranges": ranges, "ranked": tuple(ranked)}
+    return search(original, evaluator, options.precision, **about_layers, progress=progress), ranked
 
 
 def _selected_layers(result: Search, precision: str, path: Path) -> Layers:

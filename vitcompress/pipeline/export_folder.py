@@ -164,7 +164,7 @@ def verify_export(
     checks = tuple(chain.from_iterable(results.values()))
     if inside:
         for file in () if dense else exported_files(folder, "model"):
-            with suppress(ArtifactError):  # a damaged file fails when the folder is verified
+            with suppress(InputError):  # a damaged file fails when the folder is verified
                 if file not in results and (other := read_tensors(file, original)):
                     tensors[file.name] = other
         # The table of weights is that of the compressed model.

@@ -10,12 +10,13 @@ runtime if there is a GPU for it, otherwise in ONNX Runtime on the CPU with ever
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,6 +29,8 @@ from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.precision import expand_layers, shorten_layers
 from vitcompress.exporters.quantize.emulate import EightBitProducts
 from vitcompress.exporters.quantize.graph import CORE, Quantization
+from vitcompress.exporters.quantize.smooth import rescale
+from vitcompress.exporters.ranges import Ranges, describe_overflows, find_overflows, required_layers
 from vitcompress.exporters.tensorrt.export import RTX_DEFAULT, TENSORRT_RTX
 from vitcompress.exporters.tensorrt.flavours import capability
 from vitcompress.io.checks import Check
@@ -39,6 +42,7 @@ CHEAP, COSTLY = ("head", "softmax", "norm"), ("ffn",)  # kinds of layers
 RANK_IMAGES = 16
 MAX_TRIALS = 40  # the smallest set so far is then taken, and not called the smallest
 GPU = "cuda"
+NO_RANGES = Ranges({}, {})  # of precisions that represent whatever fp32 does
 Layers = tuple[str, ...]
 
 
@@ -67,6 +71,8 @@ class Search:
     """The record `islands_search` of a sidecar: all trials, in order.
 
     `judge`: title of the evaluator. chosen: the result, None if no set passed. smallest: no layer of it can be omitted.
+    costs: of each chosen layer that could be in eight bits: `divergence` (`rank_layers`), share of the `macs` of such
+    layers, and `speed` of the file over one with the layer in eight bits, empty if this machine cannot run them.
     """
 
     judge: str
@@ -76,13 +82,15 @@ class Search:
     tries: tuple[Trial, ...]
     chosen: Layers | None
     smallest: bool
+    costs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def best_evaluator(exporter: Exporter, original: Original, options: ExportOptions, about: ModelInfo) -> Evaluator:
     """The best evaluator on this machine for the files that `exporter` writes with `options`."""
-    on_gpu, int8 = _runs_on_gpu(exporter, options), options.precision == "int8"
+    on_gpu, int8 = _runs_on_gpu(exporter, options), options.eight_bits == "int8"
     write: Export = exporter.export if on_gpu else partial(export, lean=exporter is ONNX)
-    options = options if on_gpu else options.only(ONNX.uses)
+    stored = replace(options.only(ONNX.uses), precision=options.eight_bits or options.precision)
+    options = options if on_gpu else stored
 
     def evaluate(layers: Layers) -> list[Check]:
         with TemporaryDirectory(prefix="vitcompress-") as folder:
@@ -94,15 +102,14 @@ def best_evaluator(exporter: Exporter, original: Original, options: ExportOption
 
     if on_gpu:
         return Evaluator(f"{exporter.name} on {GPU}", False, evaluate)
-    if int8:
-        return Evaluator("ONNX Runtime on the CPU", exporter is not ONNX, evaluate)
-    return Evaluator(f"ONNX Runtime on the CPU, every result rounded to {options.precision}", True, evaluate)
+    rounded = "" if int8 else f", every result rounded to {options.precision}"
+    return Evaluator(f"ONNX Runtime on the CPU{rounded}", not int8 or exporter is not ONNX, evaluate)
 
 
 def _runs_on_gpu(exporter: Exporter, options: ExportOptions) -> bool:
     """Whether a GPU of this machine can run what `exporter` writes with `options`."""
-    if exporter is ONNX:
-        return onnx_problem(GPU) is None
+    if "sm" not in exporter.uses:
+        return exporter is ONNX and onnx_problem(GPU) is None
     targets = options.sm or (RTX_DEFAULT if exporter is TENSORRT_RTX else ())
     return exporter.cannot_run() is None and (not targets or capability() in targets)
 
@@ -111,22 +118,20 @@ def search(
     original: Original,
     evaluator: Evaluator,
     precision: str,
-    required: Layers = (),
-    problem: Callable[[Layers], str | None] = lambda layers: None,
     *,
     fixed: Layers = (),
+    ranges: Ranges = NO_RANGES,
     ranked: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> Search:
     """Search the smallest set of layers, including `fixed`, that passes in fp32, with the others in `precision`.
 
     ranked: layers in the order in which they are tried, always twice as many, instead of the kinds of layers.
-    required: layers whose results `precision` cannot represent. problem(layers): why a set cannot pass, without
-    evaluating it; None if it can.
+    ranges: of fp16; layers whose results overflow belong to every set (PrecisionError if none avoids that).
     """
     model = original.model
-    trials = _Trials(model, evaluator, precision, problem, progress or Progress())
-    always = (*fixed, *required)
+    trials = _Trials(model, evaluator, precision, ranges, progress or Progress())
+    always = (*fixed, *required_layers(model, ranges, fixed))
     counts = [*(2**power for power in range(len(ranked).bit_length())), len(ranked)]
     cheap = [kinds for size in range(len(CHEAP) + 1) for kinds in combinations(CHEAP, size)]
     by_cost = [*sorted(cheap, key=lambda kinds: len(expand_layers(model, kinds))), (*CHEAP, *COSTLY)]
@@ -142,14 +147,14 @@ def search(
 
 
 @torch.no_grad()
-def rank_layers(original: Original, settings: Quantization) -> Layers:
-    """The linear layers in eight bits, first those that change the outputs most, each alone (mean KL divergence)."""
-    images, model = original.images[:RANK_IMAGES], original.model
+def rank_layers(original: Original, settings: Quantization) -> dict[str, float]:
+    """Linear layer -> mean KL divergence of the outputs with only this layer in eight bits, the largest first."""
+    images, model = original.images[:RANK_IMAGES], rescale(original.model, settings.factors)
     exact, changes = model(images), dict[str, float]()
     for layer in (key for key in settings.ranges if CORE not in key):
         with EightBitProducts(model, replace(settings, ranges={layer: settings.ranges[layer]})):
             changes[layer] = float(kl_divergence(exact, model(images)).mean())
-    return tuple(sorted(changes, key=lambda layer: -changes[layer]))
+    return dict(sorted(changes.items(), key=lambda item: -item[1]))
 
 
 @dataclass
@@ -159,7 +164,7 @@ class _Trials:
     model: nn.Module
     evaluator: Evaluator
     precision: str
-    problem: Callable[[Layers], str | None]
+    ranges: Ranges
     progress: Progress
     done: dict[Layers, Trial] = field(default_factory=dict)
     exhausted: bool = False
@@ -177,8 +182,8 @@ class _Trials:
 
     def _evaluate(self, names: Layers) -> Trial:
         short, by = shorten_layers(self.model, names), self.evaluator.title
-        if problem := self.problem(names):
-            return Trial(short, "failed", "range scan", problem)
+        if overflows := find_overflows(self.model, self.ranges, names):
+            return Trial(short, "failed", "range scan", describe_overflows(overflows))
         try:
             checks = self.evaluator.evaluate(names)
         except (CheckFailedError, PrecisionError) as error:  # such as a weight that the low precision cannot represent

@@ -9,7 +9,6 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import torch
@@ -20,7 +19,6 @@ from vitcompress.bench import machine, suite, timing
 from vitcompress.errors import DeviceError
 from vitcompress.exporters.precision import HALF, present_layers
 from vitcompress.exporters.quantize.calibrate import calibrate
-from vitcompress.exporters.quantize.graph import EightBits
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, TorchRunner, available_exporter, open_runner
 from vitcompress.io.progress import Progress
 from vitcompress.methods import budget
@@ -175,7 +173,7 @@ class LatencyClock:
                 used = replace(used, islands=present_layers(copy, used.islands))
                 # Ranges do not affect the time either.
                 noise = torch.randn(2, *self.input.size, generator=torch.Generator().manual_seed(0))
-                ranges = partial(calibrate, images=noise, precision=cast(EightBits, precision))
+                ranges = partial(calibrate, images=noise, precision=used.eight_bits or "int8")
                 exporter.export(copy, path, input=self.input, options=used, calibrate=ranges)
                 runner = open_runner(path, options)
             yield stack.enter_context(closing(runner))

@@ -8,7 +8,7 @@ import torch
 
 from vitcompress.bench import timing
 from vitcompress.errors import InputError, OutputError
-from vitcompress.exporters.options import AUTO, EIGHT_BITS
+from vitcompress.exporters.options import AUTO
 from vitcompress.exporters.precision import expand_layers
 from vitcompress.exporters.runtimes import available_exporter, find_exporter
 from vitcompress.io.progress import Progress
@@ -77,7 +77,7 @@ def check_formats(recipe: Recipe) -> None:
 def check_exports(job: Job) -> None:
     """Raise InputError for unknown fp32 layers, no images to calibrate int8 or fp8 on, and unsupported attentions."""
     table = job.recipe.export
-    if table.precision in (*EIGHT_BITS, "int8+bf16") and job.data is None:
+    if table.eight_bits and job.data is None:
         hint = "omit --structure-only, or use --set export.precision=fp32"
         raise InputError(f"export.precision {table.precision} needs images of the training data", hint=hint)
     expand_layers(job.blank, (name for name in table.islands if name != AUTO))

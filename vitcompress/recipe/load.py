@@ -11,7 +11,6 @@ from typing import Any
 
 from vitcompress import recipes
 from vitcompress.errors import InputError, RecipeError
-from vitcompress.exporters.options import EIGHT_BITS
 from vitcompress.io.files import DEEPEST, parse_plain, read_text
 from vitcompress.io.text import format_range
 from vitcompress.io.validation import keys_hint, validate, validate_options
@@ -138,8 +137,10 @@ def _contradictions(recipe: Recipe) -> list[str]:
         problems.append('finetune.teacher   distillation needs a teacher: "dense", a timm name, or a run folder')
     if dense is not None and dense.distillation != "none":
         problems.append(f'dense.distillation   got {dense.distillation!r}, the dense model has no teacher: use "none"')
-    if recipe.quantize != QuantizeTable() and not (recipe.quantize.epochs and recipe.export.precision in EIGHT_BITS):
+    if recipe.quantize != QuantizeTable() and not (recipe.quantize.epochs and recipe.export.eight_bits):
         problems.append('quantize   has no effect: set quantize.epochs, and export.precision to "int8" or "fp8"')
+    if recipe.quantize.epochs and recipe.export.smooth:
+        problems.append("export.smooth   would change layers whose ranges are trained: omit it, or quantize.epochs")
     for name, options in (("dense", dense), ("finetune", finetune)):
         if options is not None and options.alpha > 1 and options.label_weight is None:
             problems.append(

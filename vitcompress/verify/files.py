@@ -8,7 +8,7 @@ from pathlib import Path
 import onnx
 from torch import nn
 
-from vitcompress.errors import ArtifactError, MissingExtraError, OutputError, first_line
+from vitcompress.errors import ArtifactError, InputError, MissingExtraError, OutputError, first_line
 from vitcompress.exporters.onnx import file
 from vitcompress.exporters.runtimes import exporter_of
 from vitcompress.exporters.sidecar import amend_sidecar, find_mismatches, read_sidecar, sidecar_path, usable_sidecar
@@ -36,10 +36,10 @@ def check_file(path: Path, original: PlannedOriginal) -> tuple[list[Check], File
         checks.append(metadata_check(path, original))
         tensors = read_tensors(path, original)
         checks += [tensors.check(name)] if tensors else []
-    except ArtifactError as error:
-        checks.append(Check(name, "failed", detail=error.message))
     except MissingExtraError as error:
         checks.append(original.not_run(name, path, f"{error.message}; {error.hint}"))
+    except InputError as error:
+        checks.append(Check(name, "failed", detail=error.message))
     if path.suffix in ENGINES:
         checks += engine_checks(path, original)
     return [*checks, *output_checks(path, original)], tensors
@@ -72,7 +72,7 @@ def metadata_check(path: Path, original: PlannedOriginal) -> Check:
 def read_tensors(path: Path, original: PlannedOriginal) -> FileTensors | None:
     """The tensors of a file, compared with those of the model; None if the format does not allow reading them.
 
-    Raises ArtifactError for a damaged or foreign file, and MissingExtraError if the format needs another package.
+    Raises InputError for a damaged or foreign file, and MissingExtraError if the format needs another package.
     """
     exporter = exporter_of(path)
     if exporter is None or exporter.contents is None:

@@ -46,7 +46,8 @@ from vitcompress.exporters.openvino.export import OPENVINO
 from vitcompress.exporters.openvino.runner import DEFAULT, HINT
 from vitcompress.exporters.precision import HALF
 from vitcompress.exporters.quantize.emulate import EightBitProducts
-from vitcompress.exporters.quantize.graph import Quantization
+from vitcompress.exporters.quantize.graph import Quantization, read_quantization
+from vitcompress.exporters.quantize.smooth import rescale
 from vitcompress.exporters.runner import Runner
 from vitcompress.exporters.runtimes import open_runner
 from vitcompress.exporters.sidecar import read_input, read_sidecar
@@ -54,7 +55,6 @@ from vitcompress.exporters.uint8 import from_bytes, to_bytes
 from vitcompress.io.checks import Check, largest_difference, limit_check
 from vitcompress.io.files import decode_json_values
 from vitcompress.io.text import format_shape
-from vitcompress.io.validation import options_of
 from vitcompress.models.cost import count_cost
 from vitcompress.models.create import InputConfig
 from vitcompress.plan import Plan
@@ -188,7 +188,7 @@ class Original:
         def limit(images: Tensor, precision: Kind) -> tolerance.Rounding:
             order = two_best(self.exact(images)).diff(dim=1).sum(1).argsort(descending=True)
             if isinstance(precision, Quantization):
-                return tolerance.quantization_limit(self.model, images[order], precision)
+                return tolerance.quantization_limit(rescale(self.model, precision.factors), images[order], precision)
             return tolerance.rounding_limit(self.model, images[order], TYPES[precision])
 
         return cache(limit)
@@ -292,8 +292,9 @@ def _arithmetic_checks(
     detail = "served from exactly computed logits, over exactly computed ones from the model"
     yield limit_check(f"{name}.saturation", served / own, MOST_SATURATION, detail)
     if settings:
-        with EightBitProducts(original.model, settings):
-            emulated = torch.cat([original.model(part).double() for part in torch.split(images, EMULATED_BATCH)])
+        model = rescale(original.model, settings.factors)
+        with EightBitProducts(model, settings):
+            emulated = torch.cat([model(part).double() for part in torch.split(images, EMULATED_BATCH)])
         ratio = float((emulated - exact).norm() / ((original.exact(images) - exact).norm() or 1.0))
         detail = "root mean square: model with rounded products from file, exactly computed, over file from exact model"
         yield limit_check(f"{name}.emulation", ratio, MOST_SATURATION, detail)
@@ -301,11 +302,7 @@ def _arithmetic_checks(
 
 def _quantization(path: Path) -> Quantization | None:
     """The record `quantization` in the metadata of a file and its sidecar; None for other files."""
-    labels = _metadata(path) or decode_json_values((read_sidecar(path) or {}).get("metadata", {}))
-    record, settings = labels.get("quantization"), None
-    if isinstance(record, dict):
-        settings = options_of(Quantization, record, path.name)
-    return settings
+    return read_quantization(_metadata(path) or decode_json_values((read_sidecar(path) or {}).get("metadata", {})))
 
 
 def _call_checks(

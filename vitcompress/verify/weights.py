@@ -19,6 +19,8 @@ from vitcompress.errors import ArtifactError
 from vitcompress.exporters.base import Contents, Stored
 from vitcompress.exporters.options import EIGHT_BITS
 from vitcompress.exporters.precision import HALF
+from vitcompress.exporters.quantize.graph import read_quantization
+from vitcompress.exporters.quantize.smooth import rescale
 from vitcompress.exporters.uint8 import build_deployed, fix_size, tensors_of
 from vitcompress.io.checks import Check, problem_check
 from vitcompress.io.files import decode_json_values
@@ -109,9 +111,10 @@ def compare_tensors(module: nn.Module, contents: Contents, rows: Iterable[Planne
 def exported_module(model: nn.Module, metadata: Mapping[str, str]) -> nn.Module:
     """The module whose tensors a file with this metadata stores: `model` in the file's precision and input type.
 
-    Raises ArtifactError if another tool wrote the file.
+    Raises InputError if another tool wrote the file.
     """
     known = decode_json_values(metadata)
+    model = rescale(model, settings.factors) if (settings := read_quantization(known)) else model
     precision, layers, uint8 = known.get("precision", "fp32"), known.get("islands", []), known.get("input") == "uint8"
     precision = "fp32" if precision in EIGHT_BITS else precision  # compared after dequantisation
     if precision not in ("fp32", *HALF) or not isinstance(layers, list):

@@ -1,0 +1,113 @@
+"""Scales of channels move from a LayerNorm into the layers that read it: same outputs, fewer steps lost to outliers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from contracts import VARIANTS, build, images
+from pruned_models import pruned
+from torch import nn
+
+from vitcompress.errors import InputError
+from vitcompress.exporters.base import Exported
+from vitcompress.exporters.options import ExportOptions
+from vitcompress.exporters.quantize.calibrate import calibrate
+from vitcompress.exporters.quantize.smooth import measure_factors, rescale
+from vitcompress.exporters.runtimes import EXPORTERS
+from vitcompress.families import family_of
+from vitcompress.models.create import input_config
+from vitcompress.verify.outputs import Original, output_checks
+from vitcompress.verify.weights import compare_tensors, exported_module
+
+FORMATS = [name for name in ("onnx", "openvino", "trt-rtx") if EXPORTERS[name].unavailable() is None]
+
+
+def with_outlier(model: nn.Module, norm: str, layer: str, channel: int = 3) -> nn.Module:
+    """One channel of a norm is 1,000 times as large, which the next layer undoes."""
+    with torch.no_grad():
+        for parameter in model.get_submodule(norm).parameters():
+            parameter[channel].mul_(1000)
+        model.get_submodule(layer).weight[:, channel].div_(1000)
+    return model
+
+
+def write(model: nn.Module, x: torch.Tensor, path: Path, name: str, **options: Any) -> Exported:
+    settings = ExportOptions(**{"precision": "int8", "smooth": True, **options})
+    factors = measure_factors(model, x)
+
+    def ranges(source: Path) -> dict[str, float]:
+        return calibrate(source, x, settings.eight_bits or "int8")
+
+    about: Any = {"input": input_config(model), "calibrate": ranges, "factors": factors}
+    EXPORTERS[name].check(settings)
+    return EXPORTERS[name].export(model, path / f"model{EXPORTERS[name].suffix}", options=settings, **about)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_rescaled_model_computes_the_same_numbers(variant: str) -> None:
+    model, x = build(variant, dtype=torch.float32), images(variant, dtype=torch.float32)
+    norms = family_of(model).normalized(model)
+    factors = measure_factors(model, x)
+    assert norms.keys() == factors.keys() and norms
+    other = rescale(model, factors)
+    with torch.no_grad():
+        assert torch.equal(other(x), model(x))
+    assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_an_outlier_is_divided_by_its_size() -> None:
+    model = with_outlier(build("plain", dtype=torch.float32), "blocks.1.norm2", "blocks.1.mlp.fc1")
+    before = measure_factors(build("plain", dtype=torch.float32), x := images("plain", dtype=torch.float32))
+    after = measure_factors(model, x)
+    change = [b - a for a, b in zip(before["blocks.1.norm2"], after["blocks.1.norm2"], strict=True)]
+    assert change[3] in (9, 10, 11) and not any(change[:3] + change[4:])  # sqrt(1000 x 1000) is almost 2^10
+    assert before["blocks.1.norm1"] == after["blocks.1.norm1"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_files_of_folded_and_pruned_models_agree(name: str, precision: str, tmp_path: Path) -> None:
+    if precision == "fp8" and name == "openvino":
+        pytest.skip("no fp8 in OpenVINO")
+    _, model, _ = pruned("layer_scale")
+    x = images("layer_scale", dtype=torch.float32)
+    engine = {"sm": (89,), "batch": (1, 2, 4)} if name == "trt-rtx" else {}
+    done = write(model, x, tmp_path, name, precision=precision, **engine)
+    source = done.path.with_name(f"{done.path.name}.onnx") if engine else done.path
+    contents = EXPORTERS["onnx" if engine else name].contents(source)  # type: ignore[misc]
+    tensors = compare_tensors(exported_module(model, contents.metadata), contents)
+    assert not tensors.problems and any("norm1.weight" in name for name in tensors.matches)
+    assert compare_tensors(exported_module(model, {"precision": '"fp32"'}), contents).problems  # they are rescaled
+    assert {check.verdict for check in output_checks(source, Original(model, x))} <= {"passed", "not_run"}
+    assert json.loads(done.metadata["quantization"])["factors"].keys() == family_of(model).normalized(model).keys()
+
+
+def test_wrong_factors_and_norms_are_no_weights_of_the_model(tmp_path: Path) -> None:
+    model, x = build("plain", dtype=torch.float32), images("plain", dtype=torch.float32)
+    done = write(model, x, tmp_path, "onnx")
+
+    def problems(path: Path, **changes: Any) -> tuple[str, ...]:
+        contents = EXPORTERS["onnx"].contents(path)  # type: ignore[misc]
+        record = json.loads(contents.metadata["quantization"])
+        record["factors"] |= changes
+        labels = {**contents.metadata, "quantization": json.dumps(record)}
+        return compare_tensors(exported_module(model, labels), contents).problems
+
+    factors = json.loads(done.metadata["quantization"])["factors"]
+    first, second = "blocks.0.norm1", "blocks.1.norm2"
+    assert not problems(done.path)
+    assert any(
+        second in text for text in problems(done.path, **{second: [factors[second][0] + 1, *factors[second][1:]]})
+    )
+    for wrong in ({first: [0]}, {"norm": [0] * 16}, {first: [99] * 16}, {first: "x"}, {"": []}, {first: [0.5] * 16}):
+        with pytest.raises(InputError):
+            problems(done.path, **wrong)
+    file = onnx.load(str(done.path))
+    norm = next(t for t in file.graph.initializer if t.name == f"{second}.weight")
+    norm.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(norm) * 2, norm.name))
+    onnx.save(file, str(tmp_path / "other.onnx"))
+    assert any(f"{second}.weight" in text for text in problems(tmp_path / "other.onnx"))
+    assert "failed" in {check.verdict for check in output_checks(tmp_path / "other.onnx", Original(model, x))}
