@@ -172,13 +172,13 @@ def edited(draw: Any, data: Any) -> Any:
             inner = inner[key]
         match draw(st.sampled_from(["value", "value", "value", "remove", "add", "name"])):
             case "value" if path:
-                inner[path[-1]] = draw(values)
+                inner[path[-1]] = copy.deepcopy(draw(values))  # sampled ones are shared
             case "remove" if path:
                 del inner[path[-1]]
             case "name" if path and isinstance(inner, dict):
                 inner[draw(st.sampled_from(TEXTS) | st.text(max_size=8))] = inner.pop(path[-1])
             case _ if isinstance(inner, dict):
-                inner[draw(st.sampled_from(TEXTS) | st.text(max_size=8))] = draw(values)
+                inner[draw(st.sampled_from(TEXTS) | st.text(max_size=8))] = copy.deepcopy(draw(values))
     return data
 
 

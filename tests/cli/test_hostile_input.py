@@ -280,6 +280,7 @@ def test_the_allowed_arguments_build_models() -> None:
         f"evaluate run/model.onnx --data digits --batch {'9' * 5000}",
         f"bench run/model.onnx --batch {'9' * 5000}",
         f"export run --opset {'9' * 5000}",
+        f"report {'9' * 5000}",
         f"export run --format trt --sm {'9' * 5000}",
         f"export run --format trt --workspace {'9' * 5000}G",
         "export run --batch 1:2:99999999999999999999",
