@@ -49,6 +49,13 @@ STUDY = {
     "0.12": ("hetdpt_10", "sero_88", "upvit_32_3", "isomorphic_12", "hetdpt_plus_12"),
 }
 
+# The same for the studies in int8: methods, and their rows.
+METHODS = ("HetDPT", "SERo", "UP-ViT", "isomorphic", "HetDPT+")
+INT8 = {
+    "digits": ("hetdpt_int8", "sero_int8", "upvit_int8", "isomorphic_int8", "hetdpt_plus_int8"),
+    "tinted": ("hetdpt_4", "sero_50", "upvit_72_5", "isomorphic_50", "hetdpt_plus_50"),
+}
+
 
 @cache
 def content(name: str) -> dict[str, Any]:
@@ -133,3 +140,16 @@ def test_speeds_of_the_study() -> None:
         (cells,) = (row for row in rows(TEXTS["bench/results/README.md"], share) if " of " in row[1])
         expected = [f"{study[row]['speedup']:.2f} of {1 / study[row]['macs_ratio']:.2f}" for row in names]
         assert cells[1:] == expected, share
+
+
+def test_accuracies_and_flips_of_int8() -> None:
+    for data, names in INT8.items():
+        study = {row["row"]: row for row in content(f"study-{data}-int8-epyc.json")["rows"]}
+        shown = rows(TEXTS["bench/results/README.md"], f"{data}, ")
+        measured = {f"{data}, {label}": name for label, name in zip(METHODS, names, strict=True) if name in study}
+        assert [row[0] for row in shown] == [*measured] and len(measured) >= 3
+        for name, (_, *cells) in zip(measured.values(), shown, strict=True):
+            row = study[name]
+            fp32 = (row["correct"] + row["only_model"] - row["only_file"]) / row["total"]
+            flips = f"{row['flips']} of {row['total']} ({100 * row['flips'] / row['total']:.2f} %)"
+            assert cells == [f"{100 * fp32:.1f}", f"{100 * row['top1_mean']:.1f}", flips, f"{row['p_value']:.2g}"], name
