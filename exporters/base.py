@@ -128,6 +128,7 @@ class Exporter:
     contents(path): reads all tensors of a file, for the weight check; None if the file format does not allow that.
     equal_widths(options): whether all heads need equal numbers of channels in q/k and in v.
     other_suffixes: further suffixes of files that `runner` opens.
+    eight_bits_only: those of `uses` that have an effect in int8 and fp8 only.
     """
 
     name: str
@@ -141,21 +142,26 @@ class Exporter:
     contents: Callable[[Path], Contents] | None = None
     equal_widths: Callable[[ExportOptions], bool] = lambda options: False
     other_suffixes: tuple[str, ...] = ()
+    eight_bits_only: frozenset[str] = frozenset()
 
     @property
     def file_suffix(self) -> str:
         return f".{self.suffix.rpartition('.')[2]}"
 
+    def supported(self, options: ExportOptions) -> frozenset[str]:
+        """Names of the options that the format supports in the precision of `options`."""
+        return self.uses if options.eight_bits else self.uses - self.eight_bits_only
+
     def check(self, options: ExportOptions) -> None:
         """Raise InputError for options that the format does not support, before any work."""
         for name in options.changed():
-            if name not in self.uses:
+            if name not in (supported := self.supported(options)):
                 value = getattr(options, name)
                 plain = str(value) if isinstance(value, Path) else value
                 text = ", ".join(map(str, value)) if isinstance(value, tuple) else repr(plain)
                 raise InputError(
-                    f"{name} is {text}, but the format {self.name} has no such option",
-                    hint=f"omit it; {self.name} supports {', '.join(sorted(self.uses))}",
+                    f"{name} is {text}, but the format {self.name} has no such option in {options.precision}",
+                    hint=f"omit it; {self.name} supports {', '.join(sorted(supported))}",
                 )
         low, best, high = options.batch
         if not low <= best <= high:

@@ -65,7 +65,7 @@ def test_the_citation_has_the_version_and_licence_of_the_package() -> None:
 
 def test_ci_and_pre_commit_run_the_checks_of_the_project() -> None:
     workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
-    (job,) = workflow["jobs"].values()
+    job = workflow["jobs"]["checks"]
     assert job["steps"][-1]["run"] == ".ci/run" and os.access(ROOT / ".ci/run", os.X_OK)
     assert all(
         f"Programming Language :: Python :: {v}" in PROJECT["classifiers"] for v in job["strategy"]["matrix"]["python"]

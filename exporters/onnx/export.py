@@ -161,8 +161,8 @@ def check_options(options: ExportOptions) -> None:
         )
     if options.islands and options.precision not in (*HALF, *EIGHT_BITS):
         raise InputError(
-            f"islands name fp32 layers, but the file has all layers in {options.precision}",
-            hint="omit them, or use --precision int8 or fp8, or with --format onnx fp16 or bf16",
+            f"islands name fp32 layers, but the whole model is {options.precision}",
+            hint="omit them, or use --precision fp16, bf16, int8 or fp8",
         )
 
 

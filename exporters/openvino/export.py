@@ -129,6 +129,7 @@ OPENVINO = Exporter(
     export,
     OpenVinoRunner,
     uses=frozenset({"precision", "opset", "islands", "uint8", *ONLY_EIGHT_BITS}),
+    eight_bits_only=frozenset({"islands"}),
     check_options=check_options,
     unavailable=unavailable,
     cannot_run=unavailable,

@@ -74,7 +74,7 @@ def write_export(
         result, changes = _search_layers(exporter, original, options, about, progress)
         options = replace(options, islands=_selected_layers(result, options.precision, path))
     elif options.precision == "fp16":
-        check_fp16(model, original.images, options.islands, offer_islands="islands" in exporter.uses)
+        check_fp16(model, original.images, options.islands, offer_islands="islands" in exporter.supported(options))
 
     def write(path: Path, **changes: Any) -> Exported:
         return exporter.export(model, path, options=replace(options, **changes), **about)
@@ -175,7 +175,7 @@ def _targets(job: Job) -> list[Target]:
     """Both models in every format of the recipe, the dense one first: a fair comparison needs the same exporter."""
     table, models = job.recipe.export, get_args(Model)
     return [
-        Target(exporter, model, job.files.exported(model, exporter.suffix), table.only(exporter.uses))
+        Target(exporter, model, job.files.exported(model, exporter.suffix), table.only(exporter.supported(table)))
         for model, exporter in product(models, map(find_exporter, table.formats))
     ]
 

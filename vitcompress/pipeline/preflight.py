@@ -65,8 +65,8 @@ def check_formats(recipe: Recipe) -> None:
     for name in table.formats:
         elsewhere = f"leave it out of --export and run `vitcompress export DIR --format {name}` on the target"
         exporter = available_exporter(name, hint=elsewhere)
-        exporter.check(table.only(exporter.uses))
-        used |= exporter.uses
+        exporter.check(table.only(exporter.supported(table)))
+        used |= exporter.supported(table)
     if table.formats and (unused := [option for option in table.changed() if option not in used]):
         raise InputError(
             f"export.{unused[0]} is {getattr(table, unused[0])!r}, which has no effect on {', '.join(table.formats)}",
@@ -82,7 +82,7 @@ def check_exports(job: Job) -> None:
         raise InputError(f"export.precision {table.precision} needs images of the training data", hint=hint)
     expand_layers(job.blank, (name for name in table.islands if name != AUTO))
     for exporter in map(find_exporter, table.formats):
-        options = table.only(exporter.uses)
+        options = table.only(exporter.supported(table))
         exporter.check_model(job.pruned, options)
         for step in job.steps if exporter.equal_widths(options) and not job.options.structure_only else ():
             if step.info.equal_widths:
