@@ -142,6 +142,21 @@ def test_speeds_of_the_study() -> None:
         assert cells[1:] == expected, share
 
 
+def test_speeds_in_int8() -> None:
+    names = ("int8", "int8-deit-b")
+    known = {what: figure for name in names for what, figure in speeds(name).items()}
+    dense = {"dense DeiT-S": "deit_s_hetdpt: dense", "dense DeiT-B (distilled)": "deit_iso_2_6g: dense"}
+    shown = TEXTS["bench/results/README.md"].split("### int8 and bf16")[1].split("###")[0]
+    lines = [*rows(shown, "`"), *rows(shown, "dense ")]
+    assert len(lines) == 26
+    for model, file, *cells in lines:
+        what = dense.get(model) or f"{model.strip('`')}: {model.strip('`')}"
+        for cell, batch in zip(cells, (1, 8), strict=True):
+            figure = known[f"{what}, {file}, batch {batch}"]
+            low, high = figure["ci95"]
+            assert cell == f"{figure['ratio']:.2f} ({low:.2f} to {high:.2f})", (model, file, batch)
+
+
 def test_accuracies_and_flips_of_int8() -> None:
     for data, names in INT8.items():
         study = {row["row"]: row for row in content(f"study-{data}-int8-epyc.json")["rows"]}
