@@ -63,7 +63,9 @@ PATIENCE = 180  # for a case that waits
 GIBIBYTES = 3  # that one case may allocate
 LONGEST_MESSAGE = 3000  # characters
 WRITTEN = re.compile(r"verify\.json|report\.(json|md|html)|manifest\.json|bench\.json|state/(accuracy|mistakes)\.json")
-NEW = re.compile(r"(.*/)?(out|model|dense)[^/]*\.(onnx|xml|bin|json|png)|.*/failed/.*|comparison\.png|pictures/.*")
+NEW = re.compile(
+    r"(.*/)?(out|model|dense)[^/]*\.(onnx|xml|bin|json|png)|.*/failed/.*|comparison\.png|[^/]+/[\w-]+\.png"
+)
 VALUE_ERRORS = (ValueError, TypeError, OverflowError, RecursionError, UnicodeEncodeError)
 WEIGHTS = {  # cases per format of 100; those that run a model are slower
     **{"toml": 18, "set": 18, "plan": 12, "manifest": 6, "sidecar": 8, "report": 9, "safetensors": 6},
