@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir
+import torch
 from google.protobuf.message import DecodeError, Message  # type: ignore[import-untyped,unused-ignore]
 from onnx import numpy_helper
 
@@ -20,6 +21,7 @@ from vitcompress.exporters.base import Contents, Stored
 IDLE = ("Identity", "Dropout")
 PRODUCTS = ("MatMul", "Gemm", "Conv")
 INDEX = (onnx.TensorProto.INT64, onnx.TensorProto.INT32, onnx.TensorProto.BOOL)
+LARGEST_SIZE = 2**14  # of an input
 LONGEST_LIST = 64  # numbers in an attribute of a node
 
 
@@ -42,7 +44,7 @@ class Facts:
 def read_onnx(path: Path) -> Any:
     """The model protobuf of `path`; its external data stays on disk.
 
-    Raises ArtifactError for a file that is missing, not ONNX, has negative sizes, or external data outside its folder.
+    Raises ArtifactError for a file that is missing, not ONNX, has impossible sizes, or external data outside its folder.
     """
     if not path.is_file():
         raise ArtifactError(f"there is no file {path}", hint="`vitcompress export` writes one from a run folder")
@@ -51,8 +53,9 @@ def read_onnx(path: Path) -> Any:
         if not model.ir_version or not model.graph.node or not model.graph.output:
             raise ValueError("it has no graph")
         for value in model.graph.input:  # ONNX Runtime takes negative sizes for dynamic ones
-            if any(dim.dim_value < 0 for dim in value.type.tensor_type.shape.dim):
-                raise ValueError(f"its input {value.name} has a negative size; dynamic sizes have a name")
+            sizes = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
+            if wrong := [size for size in sizes if not 0 <= size <= LARGEST_SIZE]:
+                raise ValueError(f"its input {value.name:.60} has a size {wrong[0]}, allowed are 0 to {LARGEST_SIZE}")
     except (DecodeError, ValueError, OSError) as error:
         raise ArtifactError(f"{path} is not an ONNX file: {error}", hint="copy or export it again") from None
     for tensor in tensors(model):
@@ -110,7 +113,7 @@ def read_contents(path: Path) -> Contents:
     model = read_onnx(path)
     places: set[tuple[tuple[str, str], ...]] = set()
     stored, named = [], {tensor.name: tensor for tensor in model.graph.initializer}
-    nodes = [node for node in model.graph.node if node.op_type == "DequantizeLinear" and node.input[0] in named]
+    nodes = [node for node in model.graph.node if node.input and _decodes(node, named)]
     scales = {name for node in nodes for name in node.input[1:]}
     quantized = {node.input[0]: partial(_dequantize, node, named, path.parent) for node in nodes}
     for tensor in tensors(model):
@@ -128,16 +131,32 @@ def read_contents(path: Path) -> Contents:
     return Contents(tuple(stored), path.stat().st_size + data, metadata(model), tuple(lists))
 
 
+def _decodes(node: Any, named: Mapping[str, Any]) -> bool:
+    """Whether `node` makes values of a stored tensor that has fewer bits."""
+    stored = named.get(node.input[0])
+    half = stored is not None and stored.data_type == onnx.TensorProto.FLOAT16
+    return stored is not None and (node.op_type == "DequantizeLinear" or (node.op_type == "Cast" and half))
+
+
 def _dequantize(node: Any, named: Mapping[str, Any], folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    """The values that a DequantizeLinear node gives a tensor, and half the distances between them there."""
-    stored, scale = (_read_array(named[name], folder) for name in node.input[:2])
+    """The values that DequantizeLinear, or Cast from fp16, gives a tensor, and half the distances between them there."""
+    stored, *scales = (_read_array(named[name], folder) for name in node.input[:2])
+    scale = scales[0] if scales else np.array(1.0)
     if scale.ndim:
         axis = next((a.i for a in node.attribute if a.name == "axis"), 1)
         scale = scale.reshape([-1 if number == axis % stored.ndim else 1 for number in range(stored.ndim)])
-    half, values = np.array(0.5), stored.astype(np.float64)
-    if stored.dtype.kind not in "iu":  # E4M3: four significant bits, the smallest normal number is 2^-6
-        half = 2.0 ** (np.floor(np.log2(np.maximum(np.abs(values), 2.0**-6))) - 4)
-    return values * scale, half * scale
+    values = stored.astype(np.float64)
+    return values * scale, half_steps(stored) * scale
+
+
+def half_steps(stored: np.ndarray) -> np.ndarray:
+    """Half the distance from each number to the next one of its type."""
+    if stored.dtype.kind in "iu":
+        return np.array(0.5)
+    about = torch.finfo(getattr(torch, stored.dtype.name))
+    sizes = np.maximum(np.abs(stored.astype(np.float64)), about.smallest_normal)
+    distances: np.ndarray = 2.0 ** np.floor(np.log2(sizes)) * about.eps / 2
+    return distances
 
 
 def _read_array(tensor: Any, folder: Path) -> np.ndarray:
@@ -179,9 +198,9 @@ def weight_key(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _source(value: onnx_ir.Value) -> onnx_ir.Value:
-    """The stored tensor of a value that is dequantised, other values as they are."""
+    """The stored tensor of a value that is dequantised or converted, other values as they are."""
     node = value.producer()
-    return node.inputs[0] or value if node is not None and node.op_type == "DequantizeLinear" else value
+    return node.inputs[0] or value if node is not None and node.op_type in ("DequantizeLinear", "Cast") else value
 
 
 def _is_zero(value: onnx_ir.Value | None) -> bool:

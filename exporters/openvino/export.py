@@ -20,6 +20,7 @@ from torch import nn
 from vitcompress.errors import ArtifactError, InputError, first_line
 from vitcompress.exporters.base import Contents, Exported, Exporter, ModelInfo, Stored, record_export, write_with_data
 from vitcompress.exporters.onnx import export as onnx_export
+from vitcompress.exporters.onnx.file import half_steps
 from vitcompress.exporters.openvino import runner
 from vitcompress.exporters.openvino.runner import HINTS, INFO, OpenVinoRunner, core, read_ir, read_metadata, unavailable
 from vitcompress.exporters.options import ONLY_EIGHT_BITS, ExportOptions
@@ -111,6 +112,7 @@ def read_contents(path: Path) -> Contents:
             index = node.get_element_type().get_type_name() in INDEX or name in parameters
             place, size, scale = values.ctypes.data, values.nbytes, arrays.get(f"{stems.get(name)}_scale")
             own, shape = 0 if place in places else size, tuple(values.shape)
+            scale = np.float64(1.0) if values.dtype == np.float16 else scale
             represented = None if scale is None else partial(_dequantize, values, scale)
             stored.append(Stored(name, shape, size, own, values.tobytes, index, represented))
             places.add(place)
@@ -120,7 +122,7 @@ def read_contents(path: Path) -> Contents:
 
 def _dequantize(values: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     scale = scale if scale.shape in ((), values.shape[-1:]) else scale[:, None]  # of the classifier, in rows
-    return values.astype(np.float64) * scale, scale / 2
+    return values.astype(np.float64) * scale, half_steps(values) * scale
 
 
 OPENVINO = Exporter(

@@ -2,13 +2,13 @@
 
 Weights are symmetric, per channel in int8. In fp8 they are per tensor: the relative precision of floating-point numbers
 does not depend on their scale. Inputs are symmetric, per tensor. LayerNorm, softmax, GELU, residual additions, the
-patch embedding and the classifier stay in fp32.
+patch embedding and the classifier are computed in fp32.
 
 There are two forms. ONNX Runtime and OpenVINO multiply integers only if the biases are int32; TensorRT rejects those,
 and without them ONNX Runtime is slower than in fp32.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from vitcompress.io.validation import options_of
 
 Form = Literal["int32_bias", "float_bias"]
 Ranges = Mapping[str, float]
+HALF_RANGE = float(np.finfo(np.float16).max)
 LARGEST = {"int8": 127.0, "fp8": 448.0}  # number of each type
 WEIGHT, CORE = ".weight", ".softmax."  # in the names that `onnx.export` gives to weights and to products of attentions
 
@@ -37,6 +38,7 @@ class Quantization:
         training.
     weight_bits: 7 leave a bit to processors that add 8-bit products in 16 bits.
     factors: of `quantize.smooth`, which the tensors of the file have.
+    half: tensors that are stored in fp16 and computed with in fp32, which makes files smaller.
     """
 
     precision: EightBits
@@ -44,6 +46,7 @@ class Quantization:
     form: Form = "int32_bias"
     weight_bits: int = 8
     factors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    half: tuple[str, ...] = ()
 
 
 def read_quantization(labels: Mapping[str, Any]) -> Quantization | None:
@@ -111,8 +114,19 @@ def quantize(source: Path, target: Path, settings: Quantization, metadata: Mappi
     quantizer.quantize_model()
     quantizer.model.topological_sort()
     result = quantizer.model.model
+    _store_in_half(result, settings.half)
     onnx.helper.set_model_props(result, {**file.metadata(result), **(metadata or {})})
     onnx.save(result, str(target))
+
+
+def _store_in_half(model: Any, names: Collection[str]) -> None:
+    """Store tensors in fp16, from which the graph computes fp32; those beyond its range stay as they are."""
+    for tensor in model.graph.initializer:
+        name, values = tensor.name, numpy_helper.to_array(tensor)
+        if name.removeprefix("model.") in names and np.abs(values).max() <= HALF_RANGE:  # with uint8 inside another
+            tensor.CopyFrom(numpy_helper.from_array(values.astype(np.float16), f"{name}.half"))
+            cast = onnx.helper.make_node("Cast", [tensor.name], [name], f"{name}.cast", to=onnx.TensorProto.FLOAT)
+            model.graph.node.insert(0, cast)
 
 
 def _finite(value: float, name: str) -> float:

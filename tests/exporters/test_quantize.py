@@ -179,8 +179,39 @@ def test_islands_head_and_patch_embedding_stay_in_float(file: Callable[..., Expo
     kept = {"blocks.0.mlp.fc1", "blocks.0.mlp.fc2", "blocks.1.attn.qkv"}
     assert set(settings_of(done).ranges) == set(LAYERS) - kept
     assert json.loads(done.metadata["islands"]) == ["blocks.0.mlp", "blocks.1.attn.qkv", "head", "patch_embed.proj"]
-    names = {t.name for t in onnx.load(str(done.path)).graph.initializer}
-    assert {"blocks.0.mlp.fc1.weight", "patch_embed.proj.weight"} <= names and "blocks.0.mlp.fc2.weight" in names
+    types = {t.name: t.data_type for t in onnx.load(str(done.path)).graph.initializer}
+    full, half = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16
+    assert {types[f"{layer}.weight"] for layer in kept} == {full}
+    stored = {"pos_embed.half", "patch_embed.proj.weight.half", "head.weight.half"}
+    assert {name for name, kind in types.items() if kind == half} == stored
+
+
+@pytest.mark.parametrize("uint8", [False, True])
+def test_what_stays_in_float_is_stored_in_half(tmp_path: Path, uint8: bool) -> None:
+    """Each of these tensors is compared with the model, within half a step; islands are not rounded."""
+    done = write(tmp_path, uint8=uint8)
+    for name in ("pos_embed", "patch_embed.proj.weight", "head.weight"):
+        with torch.no_grad():
+            (other := model()).get_parameter(name).mul_(1 + 2**-9)
+        assert _problems(model(), done.path) == () and any(name in problem for problem in _problems(other, done.path))
+    (tmp_path / "island").mkdir()
+    island = write(tmp_path / "island", uint8=uint8, islands=("head",))
+    with torch.no_grad():
+        (other := model()).get_parameter("head.weight").mul_(1 + 2**-20)
+    assert _problems(model(), island.path) == () and any("head.weight" in p for p in _problems(other, island.path))
+
+
+def test_a_weight_beyond_the_range_of_fp16_stays_in_fp32(tmp_path: Path) -> None:
+    with torch.no_grad():
+        (wide := model()).get_parameter("patch_embed.proj.weight")[0, 0, 0, 0] = 1e5
+    done = write(tmp_path, wide)
+    types = {t.name: t.data_type for t in onnx.load(str(done.path)).graph.initializer}
+    assert types["patch_embed.proj.weight"] == onnx.TensorProto.FLOAT and _problems(wide, done.path) == ()
+
+
+def _problems(source: nn.Module, path: Path) -> tuple[str, ...]:
+    contents = EXPORTERS["onnx"].contents(path)  # type: ignore[misc]
+    return compare_tensors(exported_module(source, contents.metadata), contents).problems
 
 
 def test_two_exports_are_the_same_bytes(tmp_path: Path) -> None:

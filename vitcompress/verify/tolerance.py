@@ -115,11 +115,14 @@ def rounding_limit(model: nn.Module, images: Tensor, dtype: torch.dtype) -> Roun
 @torch.no_grad()
 def quantization_limit(model: nn.Module, images: Tensor, settings: Quantization) -> Rounding:
     """How much logits may change in a file with these settings. images: (count, channels, height, width)."""
-    generator = torch.Generator().manual_seed(0)
+    generator, other = (torch.Generator().manual_seed(number) for number in range(2))
+    half = _roundoff(torch.float16)
+    stored = {name: values for name, values in model.named_parameters() if name in settings.half}
 
     def perturbed(x: Tensor) -> Tensor:
+        changed = {name: values + values * _uniform(values, other) * half for name, values in stored.items()}
         with EightBitProducts(model, settings, generator):
-            out: Tensor = model(x)
+            out: Tensor = functional_call(model, changed, (x,))
         return out
 
     return _limit(model, images, perturbed, 1.0)
