@@ -830,8 +830,8 @@ def run_case(case: Case, world: Path, folder: Path) -> tuple[int, str, str | Non
 
 def judge_output(case: Case, code: int, message: str, stdout: str) -> str | None:
     text = message + stdout
-    if bug := re.search(r"[^\n]*(Traceback|unexpected \w+:|bug in)[^\n]*", " ".join(text.split())):
-        return f"{bug[0][:300]}"
+    if bug := re.search(r"Traceback|unexpected \w+:|bug in", plain := " ".join(text.split())):
+        return plain[max(0, bug.start() - 100) :][:300]
     if code not in (0, 1, 2):
         return f"exit code {code}"
     failed = case.arguments[0] in ("verify", "export") or {"--max-drop", "--fail-under", "--require-verified"} & {

@@ -4,6 +4,7 @@ A data set is checked when it is opened, before any training.
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,7 @@ def _open(options: DataOptions) -> Splits:
     raise DataError(f"data source {options.source!r} is not known", hint="use digits, tinted, imagefolder or timm:NAME")
 
 
+@cache
 def _built_in(source: str) -> Splits:
     """scikit-learn's 1797 handwritten digits (8x8, 17 grey levels), 540 of them for the test, or `tinted` ones."""
     try:
