@@ -96,6 +96,15 @@ def test_a_run_records_revision_and_hash_and_rejects_others(hub: Path, tmp_path:
     assert world.run(tmp_path, *world.BARE, **run)[0].report["model"] == about
 
 
+def test_a_run_states_the_weights_of_its_teacher(tmp_path: Path) -> None:
+    path, teacher = tmp_path / "teacher.safetensors", "test_resnet"
+    save_file(create_model(teacher, {"num_classes": 10}, seed=5).state_dict(), path)
+    sizes = ("model.args.in_chans=3", "model.args.img_size=160", "model.args.patch_size=80")
+    sets = (*sizes, f"finetune.teacher={teacher}", f"finetune.teacher_weights={path}")
+    _, progress = world.run(tmp_path, *world.BARE, *sets, text=SMALL)
+    assert f"teacher: {path}, sha256 {sha256(path.read_bytes()).hexdigest()}" in progress.notes
+
+
 def test_an_unknown_revision_is_one_message(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(hub, FIRST, 1)
     monkeypatch.chdir(tmp_path)

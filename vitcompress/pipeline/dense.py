@@ -206,7 +206,15 @@ def is_downloaded(job: Job) -> bool:
 
 def teacher_for(job: Job, dense: nn.Module) -> nn.Module | None:
     """The teacher for the fine-tuning of a pruned model, or None without distillation."""
-    return None if job.recipe.finetune.distillation == "none" else _load_teacher(job) or deepcopy(dense)
+    if job.recipe.finetune.distillation == "none":
+        return None
+    if (teacher := _load_teacher(job)) is None:
+        return deepcopy(dense)
+    name = str(job.recipe.finetune.teacher)
+    if job.runtime.is_main and not Path(name).is_dir():
+        source = read_source(job.recipe.finetune.teacher_weights or "hub", name)
+        job.progress.note("teacher: {weights}, sha256 {sha256}".format(**source))
+    return teacher
 
 
 def _load_teacher(job: Job) -> nn.Module | None:
