@@ -121,7 +121,8 @@ def prepare_quantized(
             hint="export a run folder whose recipe has data, or give images",
         )
     islands, ends = expand_layers(model, options.islands), (*classifier_layers(model), family_of(model).stem)
-    kept, half = [*islands, *ends], ("pos_embed", *(f"{layer}{WEIGHT}" for layer in ends if layer not in islands))
+    kept, stored = [*islands, *ends], ends[:-1] if options.uint8 else ends  # another patch embedding takes bytes
+    half = ("pos_embed", *(f"{layer}{WEIGHT}" for layer in stored if layer not in islands))
     bits, factors = options.weight_bits or (7 if form == "int32_bias" else 8), arguments.get("factors", {})
     plain = export(rescale(model, factors), path, options=options.only({"opset", "uint8"}), **arguments)
     ranges = {key: size for key, size in arguments["calibrate"](plain.path).items() if not is_within(key, kept)}

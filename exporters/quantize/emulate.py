@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from vitcompress.exporters.quantize.graph import CORE, LARGEST, WEIGHT, Quantization
+from vitcompress.exporters.quantize.graph import CORE, HALF_RANGE, LARGEST, WEIGHT, Quantization
 
 PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
 FP8_BITS, FP8_EXPONENT = 4, -6  # significant bits, and exponent of the smallest normal number of E4M3
@@ -39,6 +39,12 @@ def weight_scale(weight: Tensor, settings: Quantization) -> Tensor:
     else:
         size, largest = weight.abs().amax(1, keepdim=True), LARGEST["int8"] if settings.weight_bits == 8 else 64.0
     return torch.where(size > 0, size / largest, 1.0)
+
+
+def stored_tensors(model: nn.Module, settings: Quantization) -> dict[str, Tensor]:
+    """The parameters of `model` that a file with these settings stores in fp16, with the values that they have there."""
+    named = {name: p.detach() for name, p in model.named_parameters() if name in settings.half}
+    return {name: p.half().to(p) for name, p in named.items() if p.abs().max() <= HALF_RANGE}
 
 
 class EightBitProducts(TorchFunctionMode):

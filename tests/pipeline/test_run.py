@@ -125,6 +125,7 @@ def test_a_lost_report_is_written_again_without_training(home: Path, finished: t
     result, progress = world.run(home)
     assert result.report == finished[0].report and progress.stages == []
     changed = {name for name, when in tree(home / "run").items() if before.get(name) != when}
+    changed -= {"state/.lock", "warnings.log"}  # of some versions of filelock, and of libraries that warn
     assert changed == {"report.json", "report.md", "report.html", "manifest.json"}
 
 

@@ -37,6 +37,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from vitcompress.errors import DeviceError, MissingExtraError, VitcompressError
@@ -45,7 +46,7 @@ from vitcompress.exporters.onnx.rounded import rounded_logits
 from vitcompress.exporters.openvino.export import OPENVINO
 from vitcompress.exporters.openvino.runner import DEFAULT, HINT
 from vitcompress.exporters.precision import HALF
-from vitcompress.exporters.quantize.emulate import EightBitProducts
+from vitcompress.exporters.quantize.emulate import EightBitProducts, stored_tensors
 from vitcompress.exporters.quantize.graph import Quantization, read_quantization
 from vitcompress.exporters.quantize.smooth import rescale
 from vitcompress.exporters.runner import Runner
@@ -292,9 +293,10 @@ def _arithmetic_checks(
     detail = "served from exactly computed logits, over exactly computed ones from the model"
     yield limit_check(f"{name}.saturation", served / own, MOST_SATURATION, detail)
     if settings:
-        model = rescale(original.model, settings.factors)
+        model, parts = rescale(original.model, settings.factors), torch.split(images, EMULATED_BATCH)
+        stored = stored_tensors(model, settings)
         with EightBitProducts(model, settings):
-            emulated = torch.cat([model(part).double() for part in torch.split(images, EMULATED_BATCH)])
+            emulated = torch.cat([functional_call(model, stored, (part,)).double() for part in parts])
         ratio = float((emulated - exact).norm() / ((original.exact(images) - exact).norm() or 1.0))
         detail = "root mean square: model with rounded products from file, exactly computed, over file from exact model"
         yield limit_check(f"{name}.emulation", ratio, MOST_SATURATION, detail)

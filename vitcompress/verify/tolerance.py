@@ -43,7 +43,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vitcompress.exporters.quantize.emulate import EightBitProducts
+from vitcompress.exporters.quantize.emulate import EightBitProducts, stored_tensors
 from vitcompress.exporters.quantize.graph import Quantization
 
 FALSE_ALARMS = 1e-6  # p
@@ -115,14 +115,11 @@ def rounding_limit(model: nn.Module, images: Tensor, dtype: torch.dtype) -> Roun
 @torch.no_grad()
 def quantization_limit(model: nn.Module, images: Tensor, settings: Quantization) -> Rounding:
     """How much logits may change in a file with these settings. images: (count, channels, height, width)."""
-    generator, other = (torch.Generator().manual_seed(number) for number in range(2))
-    half = _roundoff(torch.float16)
-    stored = {name: values for name, values in model.named_parameters() if name in settings.half}
+    generator, stored = torch.Generator().manual_seed(0), stored_tensors(model, settings)
 
     def perturbed(x: Tensor) -> Tensor:
-        changed = {name: values + values * _uniform(values, other) * half for name, values in stored.items()}
         with EightBitProducts(model, settings, generator):
-            out: Tensor = functional_call(model, changed, (x,))
+            out: Tensor = functional_call(model, stored, (x,))
         return out
 
     return _limit(model, images, perturbed, 1.0)
