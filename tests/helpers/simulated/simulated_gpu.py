@@ -207,6 +207,7 @@ def install() -> None:
         **dict.fromkeys(("max_memory_allocated", "memory_allocated", "max_memory_reserved"), 2**20),
         **dict.fromkeys(("init", "set_device", "reset_peak_memory_stats", "empty_cache")),
         **dict.fromkeys(("manual_seed", "manual_seed_all", "set_rng_state", "set_rng_state_all")),
+        "is_current_stream_capturing": False,
         "device_count": 1,
         "current_device": 0,
         "get_device_name": about.name,
