@@ -113,7 +113,8 @@ def prepare_quantized(
 ) -> tuple[Exported, Quantization]:
     """Write the file in fp32, with the metadata of the one in eight bits, and return what the latter computes.
 
-    The classifier and the patch embedding stay in fp32, too; files that need no TensorRT store them in fp16. Raises InputError without `calibrate`.
+    The classifier and the patch embedding stay in fp32, too; files that are not for TensorRT store them in fp16. Raises
+    InputError without `calibrate`.
     """
     if "calibrate" not in arguments:
         raise InputError(
@@ -123,10 +124,11 @@ def prepare_quantized(
     islands, ends = expand_layers(model, options.islands), (*classifier_layers(model), family_of(model).stem)
     kept, stored = [*islands, *ends], ends[:-1] if options.uint8 else ends  # another patch embedding takes bytes
     half = ("pos_embed", *(f"{layer}{WEIGHT}" for layer in stored if layer not in islands))
+    half = half if options.precision == "int8" and form == "int32_bias" else ()
     bits, factors = options.weight_bits or (7 if form == "int32_bias" else 8), arguments.get("factors", {})
     plain = export(rescale(model, factors), path, options=options.only({"opset", "uint8"}), **arguments)
     ranges = {key: size for key, size in arguments["calibrate"](plain.path).items() if not is_within(key, kept)}
-    settings = Quantization(options.eight_bits or "int8", ranges, form, bits, factors, half if options.precision == "int8" and form == "int32_bias" else ())
+    settings = Quantization(options.eight_bits or "int8", ranges, form, bits, factors, half)
     changes = {"precision": options.precision, "islands": kept, "quantization": asdict(settings)}
     metadata = {**plain.metadata, **{key: json.dumps(value) for key, value in changes.items()}}
     return replace(plain, metadata=metadata), settings

@@ -44,7 +44,7 @@ class Facts:
 def read_onnx(path: Path) -> Any:
     """The model protobuf of `path`; its external data stays on disk.
 
-    Raises ArtifactError for a file that is missing, not ONNX, has impossible sizes, or external data outside its folder.
+    Raises ArtifactError for a file that is missing or not ONNX, with impossible sizes, or with external data elsewhere.
     """
     if not path.is_file():
         raise ArtifactError(f"there is no file {path}", hint="`vitcompress export` writes one from a run folder")
@@ -55,7 +55,7 @@ def read_onnx(path: Path) -> Any:
         for value in model.graph.input:  # ONNX Runtime takes negative sizes for dynamic ones
             sizes = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
             if wrong := [size for size in sizes if not 0 <= size <= LARGEST_SIZE]:
-                raise ValueError(f"its input {value.name:.60} has a size {wrong[0]}, allowed are 0 to {LARGEST_SIZE}")
+                raise ValueError(f"its input {value.name:.60} has a size {wrong[0]}, not in 0 to {LARGEST_SIZE}")
     except (DecodeError, ValueError, OSError) as error:
         raise ArtifactError(f"{path} is not an ONNX file: {error}", hint="copy or export it again") from None
     for tensor in tensors(model):
@@ -139,7 +139,7 @@ def _decodes(node: Any, named: Mapping[str, Any]) -> bool:
 
 
 def _dequantize(node: Any, named: Mapping[str, Any], folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    """The values that DequantizeLinear, or Cast from fp16, gives a tensor, and half the distances between them there."""
+    """The values that DequantizeLinear, or Cast from fp16, gives a tensor, and half the distances between them."""
     stored, *scales = (_read_array(named[name], folder) for name in node.input[:2])
     scale = scales[0] if scales else np.array(1.0)
     if scale.ndim:

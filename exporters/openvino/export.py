@@ -112,7 +112,7 @@ def read_contents(path: Path) -> Contents:
             index = node.get_element_type().get_type_name() in INDEX or name in parameters
             place, size, scale = values.ctypes.data, values.nbytes, arrays.get(f"{stems.get(name)}_scale")
             own, shape = 0 if place in places else size, tuple(values.shape)
-            scale = np.float64(1.0) if values.dtype == np.float16 else scale
+            scale = np.array(1.0) if values.dtype == np.float16 else scale
             represented = None if scale is None else partial(_dequantize, values, scale)
             stored.append(Stored(name, shape, size, own, values.tobytes, index, represented))
             places.add(place)

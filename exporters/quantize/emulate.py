@@ -42,7 +42,7 @@ def weight_scale(weight: Tensor, settings: Quantization) -> Tensor:
 
 
 def stored_tensors(model: nn.Module, settings: Quantization) -> dict[str, Tensor]:
-    """The parameters of `model` that a file with these settings stores in fp16, with the values that they have there."""
+    """The parameters of `model` that a file with these settings stores in fp16, with their values in the file."""
     named = {name: p.detach() for name, p in model.named_parameters() if name in settings.half}
     return {name: p.half().to(p) for name, p in named.items() if p.abs().max() <= HALF_RANGE}
 

@@ -166,7 +166,7 @@ def external(model: Any) -> None:
         (label("size", "[1, -8, 8]"), ""),
         (label("mean", nested(100_000)), "mean is"),
         (label("mean", "1" * 5000), "mean is"),
-        (sizes(-1, 1, 8, 8), "its input images has a size -1, allowed are 0 to 16384"),
+        (sizes(-1, 1, 8, 8), "its input images has a size -1, not in 0 to 16384"),
         (sizes(2**40, 1, 8, 8), "its input images has a size 1099511627776"),
         (sizes("b", 1, -1, 8), "its input images has a size -1"),
         (sizes("b", 1, 0, 8), ""),
