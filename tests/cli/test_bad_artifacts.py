@@ -17,6 +17,7 @@ from vitcompress.cli.output import terminal
 from vitcompress.errors import InputError
 from vitcompress.models.checkpoint import load_model
 from vitcompress.plan import Plan
+from vitcompress.training import data
 from vitcompress.verify.folder import verify_folder
 
 
@@ -41,6 +42,7 @@ def folder(finished: Path, home: None) -> Path:
 def test_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "sklearn"] + ["sklearn"]:
         monkeypatch.setitem(sys.modules, name, None)
+    data._built_in.cache_clear()
     message = expect_error("recipe", "small.toml")
     assert "scikit-learn" in message and "vitcompress[demo]" in message
 
