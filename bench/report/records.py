@@ -7,6 +7,7 @@ bytes, times in milliseconds where a name does not say seconds, and None means u
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, NotRequired, Required, TypeVar
 
+from annotated_types import Ge
 from typing_extensions import TypedDict
 
 from vitcompress.io.checks import Status
@@ -285,7 +286,7 @@ class AccuracyRecord(TypedDict):
 
     correct: int
     correct5: int
-    total: int
+    total: Annotated[int, Ge(1)]
     loss: float
     top1: float
     top5: float

@@ -226,6 +226,14 @@ def test_names_from_outside_are_text(folder: Path) -> None:
         assert shown in text
 
 
+def test_counts_of_no_images_are_rejected(folder: Path) -> None:
+    counts = {"correct": 0, "correct5": 0, "total": 0, "loss": 1.0, "top1": 0.0, "top5": 0.0, "top1_ci95": [0.0, 1.0]}
+    (folder / "state/accuracy.json").write_text(json.dumps({"dense": counts, "compressed": counts}))
+    (folder / "manifest.json").unlink()
+    result = CliRunner().invoke(cli.main, ["report", "run"])
+    assert result.exit_code == 0 and "total: input should be greater than or equal to 1" in result.stderr
+
+
 def test_the_comparison_explains_what_the_plot_lacks(folder: Path) -> None:
     shutil.copytree(folder, "other")
     data = json.loads((Path("other") / "report.json").read_text())
