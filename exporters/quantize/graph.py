@@ -24,7 +24,7 @@ from vitcompress.io.validation import options_of
 
 Form = Literal["int32_bias", "float_bias"]
 Ranges = Mapping[str, float]
-HALF_RANGE = float(np.finfo(np.float16).max)
+HALF_RANGE = float(np.finfo(np.float16).max)  # a larger value would be stored as infinity
 LARGEST = {"int8": 127.0, "fp8": 448.0}  # number of each type
 WEIGHT, CORE = ".weight", ".softmax."  # in the names that `onnx.export` gives to weights and to products of attentions
 
@@ -122,8 +122,10 @@ def quantize(source: Path, target: Path, settings: Quantization, metadata: Mappi
 def _store_in_half(model: Any, names: Collection[str]) -> None:
     """Store tensors in fp16, from which the graph computes fp32; those beyond its range stay as they are."""
     for tensor in model.graph.initializer:
-        name, values = tensor.name, numpy_helper.to_array(tensor)
-        if name.removeprefix("model.") in names and np.abs(values).max() <= HALF_RANGE:  # with uint8 inside another
+        name = tensor.name
+        if name.removeprefix("model.") not in names:  # with uint8 the model is inside another
+            continue
+        if np.abs(values := numpy_helper.to_array(tensor)).max() <= HALF_RANGE:
             tensor.CopyFrom(numpy_helper.from_array(values.astype(np.float16), f"{name}.half"))
             cast = onnx.helper.make_node("Cast", [tensor.name], [name], f"{name}.cast", to=onnx.TensorProto.FLOAT)
             model.graph.node.insert(0, cast)

@@ -14,7 +14,8 @@ from vitcompress.bench.report.schema import FOLDER, TYPES, schema, write_schemas
 from vitcompress.io.run_folder import RunFolder
 
 one_version = pytest.mark.skipif(
-    tuple(map(int, version("pydantic").split(".")[:2])) < (2, 14), reason="older versions write the same otherwise"
+    tuple(map(int, version("pydantic").split(".")[:2])) < (2, 14),
+    reason="older versions of pydantic write other, equivalent schemas",
 )
 WIDTHS = 'method = "isomorphic"\nimages = 40\nround_to = 2'
 

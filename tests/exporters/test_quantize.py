@@ -20,7 +20,7 @@ from vitcompress.exporters.onnx.rounded import rounded_logits
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.quantize.calibrate import calibrate
 from vitcompress.exporters.quantize.emulate import EightBitProducts, round_values
-from vitcompress.exporters.quantize.graph import LARGEST, Quantization, find_products, quantize
+from vitcompress.exporters.quantize.graph import LARGEST, Quantization, _store_in_half, find_products, quantize
 from vitcompress.exporters.runtimes import EXPORTERS
 from vitcompress.exporters.uint8 import from_bytes, to_bytes
 from vitcompress.io.checks import Check
@@ -199,6 +199,15 @@ def test_what_stays_in_float_is_stored_in_half(tmp_path: Path, uint8: bool) -> N
     with torch.no_grad():
         (other := model()).get_parameter("head.weight").mul_(1 + 2**-20)
     assert _problems(model(), island.path) == () and any("head.weight" in p for p in _problems(other, island.path))
+
+
+def test_only_named_tensors_may_be_stored_in_half(tmp_path: Path) -> None:
+    done = write(tmp_path, islands=("blocks.0.mlp",))
+    assert _problems(model(), done.path) == ()
+    wrong = onnx.load(str(done.path))
+    _store_in_half(wrong, {"blocks.0.mlp.fc1.weight"})
+    onnx.save(wrong, str(done.path))
+    assert any("blocks.0.mlp.fc1.weight" in problem for problem in _problems(model(), done.path))
 
 
 def test_a_weight_beyond_the_range_of_fp16_stays_in_fp32(tmp_path: Path) -> None:

@@ -105,6 +105,13 @@ def test_a_run_states_the_weights_of_its_teacher(tmp_path: Path) -> None:
     assert f"teacher: {path}, sha256 {sha256(path.read_bytes()).hexdigest()}" in progress.notes
 
 
+def test_a_teacher_with_random_weights_has_no_file_to_state(tmp_path: Path) -> None:
+    sets = ("finetune.teacher=vit_tiny_patch16_224", "finetune.teacher_weights=random", "finetune.distillation=soft")
+    sizes = ("model.args.in_chans=3", "model.args.img_size=224", "model.args.patch_size=112")
+    _, progress = world.run(tmp_path, *world.BARE, *sizes, *sets, text=SMALL)
+    assert not [note for note in progress.notes if note.startswith("teacher: ")]
+
+
 def test_an_unknown_revision_is_one_message(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(hub, FIRST, 1)
     monkeypatch.chdir(tmp_path)

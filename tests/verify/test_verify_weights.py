@@ -137,6 +137,19 @@ def test_a_weight_that_the_graph_does_not_read_fails(edit: Any, problem: str, fo
     assert check.verdict == "failed" and problem in check.detail
 
 
+def test_a_weight_of_fp32_that_is_stored_in_fp16_fails(folder: Path) -> None:
+    """Only files in eight bits store rounded tensors, and name them."""
+
+    def round_one(graph: onnx.GraphProto) -> None:
+        weight = next(tensor for tensor in graph.initializer if tensor.name.endswith("qkv.weight"))
+        graph.node.insert(0, helper.make_node("Cast", ["narrow"], [weight.name], to=onnx.TensorProto.FLOAT))
+        weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight).astype(np.float16), "narrow"))
+
+    change(folder / "model.onnx", round_one)
+    check = check_weights(load_model(folder), folder / "model.onnx")
+    assert check.verdict == "failed" and "narrow" in check.detail and "qkv.weight" in check.detail
+
+
 def test_masks_and_indices_are_no_weights_and_zeros_are(folder: Path) -> None:
     path, model = folder / "model.onnx", load_model(folder)
     index = numpy_helper.from_array(np.arange(200, dtype=np.int64), "index")

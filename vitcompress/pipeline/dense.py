@@ -210,9 +210,8 @@ def teacher_for(job: Job, dense: nn.Module) -> nn.Module | None:
         return None
     if (teacher := _load_teacher(job)) is None:
         return deepcopy(dense)
-    name = str(job.recipe.finetune.teacher)
-    if job.runtime.is_main and not Path(name).is_dir():
-        source = read_source(job.recipe.finetune.teacher_weights or "hub", name)
+    name, weights = str(job.recipe.finetune.teacher), job.recipe.finetune.teacher_weights or "hub"
+    if job.runtime.is_main and not Path(name).is_dir() and (source := read_source(weights, name)):
         job.progress.note("teacher: {weights}, sha256 {sha256}".format(**source))
     return teacher
 

@@ -168,10 +168,8 @@ class LatencyClock:
                 runner: Runner = TorchRunner(copy, replace(options, precision=precision), name="candidate")
             else:
                 exporter = available_exporter(FORMATS[goal.runtime], hint="or set latency_on to another runtime")
-                path, used = (
-                    Path(folder) / f"candidate{exporter.file_suffix}",
-                    self.export.only(exporter.supported(self.export)),
-                )
+                path = Path(folder) / f"candidate{exporter.file_suffix}"
+                used = self.export.only(exporter.supported(self.export))
                 # The search for islands runs after training; only islands that are named and still there count.
                 used = replace(used, islands=present_layers(copy, used.islands))
                 # Ranges do not affect the time either.

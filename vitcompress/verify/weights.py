@@ -7,7 +7,7 @@ graph. So no weight of the dense model, no masked weight and no layer of a folde
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 
@@ -89,7 +89,8 @@ def compare_tensors(module: nn.Module, contents: Contents, rows: Iterable[Planne
     """
     tensors = tensors_of(module)
     matches, rest = _match(tensors, contents.tensors)
-    matches |= _match_quantized({name: t for name, t in tensors.items() if name not in matches}, rest)
+    if settings := read_quantization(decode_json_values(contents.metadata)):  # other files store exact values
+        matches |= _match_quantized({n: t for n, t in tensors.items() if n not in matches}, rest, settings.half)
     used = {id(stored) for stored in matches.values()}
     rest = [stored for stored in rest if id(stored) not in used]
     missing = {name: tensor for name, tensor in tensors.items() if name not in matches}
@@ -148,21 +149,24 @@ def _match(tensors: Mapping[str, Tensor], stored: Sequence[Stored]) -> tuple[dic
     return matches, [entry for entry in stored if id(entry) not in used]
 
 
-def _match_quantized(tensors: Mapping[str, Tensor], stored: Sequence[Stored]) -> dict[str, Stored]:
-    """The quantised tensor whose values are within half a step of each tensor of the model."""
+def _match_quantized(
+    tensors: Mapping[str, Tensor], stored: Sequence[Stored], half: Collection[str]
+) -> dict[str, Stored]:
+    """The stored tensor whose values are within half a step of each tensor of the model. half: those in fp16."""
     matches = dict[str, Stored]()
     for entry in stored:
-        shapes = (entry.shape, entry.shape[::-1])
-        names = [name for name, t in tensors.items() if tuple(t.shape) in shapes and name not in matches]
+        shapes, is_half = (entry.shape, entry.shape[::-1]), entry.size == 2 * prod(entry.shape)
+        fits = (name for name, t in tensors.items() if tuple(t.shape) in shapes and (name in half) is is_half)
+        names = [name for name in fits if name not in matches]
         if entry.dequantized is None or not names:
             continue
-        values, half = entry.dequantized()
+        values, largest_error = entry.dequantized()
         for name in names:
             tensor = tensors[name].detach().cpu().double().numpy()
             layouts = [layout for layout in (tensor, tensor.T) if layout.shape == values.shape]
             # Quotients are rounded in float32 before they are rounded to whole steps.
             rounding = 4 * np.finfo(np.float32).eps * np.abs(values)
-            if any((np.abs(values - layout) <= half + rounding).all() for layout in layouts):
+            if any((np.abs(values - layout) <= largest_error + rounding).all() for layout in layouts):
                 matches[name] = entry
                 break
     return matches
