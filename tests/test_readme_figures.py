@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable
 from functools import cache, reduce
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from vitcompress.bench.report import run
@@ -143,10 +144,9 @@ def test_speeds_of_the_study() -> None:
 
 
 def test_speeds_in_int8() -> None:
-    names = ("int8", "int8-deit-b")
-    known = {what: figure for name in names for what, figure in speeds(name).items()}
+    known = speeds("int8")
     dense = {"dense DeiT-S": "deit_s_hetdpt: dense", "dense DeiT-B (distilled)": "deit_iso_2_6g: dense"}
-    shown = TEXTS["bench/results/README.md"].split("### int8 and bf16")[1].split("###")[0]
+    shown = TEXTS["bench/results/README.md"].split("### int8 and bf16")[1].split("The same runs")[0]
     lines = [*rows(shown, "`"), *rows(shown, "dense ")]
     assert len(lines) == 26
     for model, file, *cells in lines:
@@ -157,12 +157,31 @@ def test_speeds_in_int8() -> None:
             assert cell == f"{figure['ratio']:.2f} ({low:.2f} to {high:.2f})", (model, file, batch)
 
 
+def test_speeds_in_int8_over_the_ratio_of_the_macs() -> None:
+    known = speeds("int8")
+    shown = TEXTS["bench/results/README.md"].split("divided by the ratio of the MACs")[1].split("###")[0]
+    forms = ("ONNX Runtime fp32", "ONNX Runtime int8", "OpenVINO bf16", "OpenVINO int8+bf16")
+    lines = rows(shown, "`")
+    assert len(lines) == 5
+    for name, *cells in ([line[0].strip("`"), *line[1:]] for line in lines):
+        for form, cell in zip(forms, cells, strict=True):
+            values = []
+            for batch in (1, 8):
+                figure = known[f"{name}: {name}, {form}, batch {batch}"]
+                dense = known.get(f"{name}: dense, {form}, batch {batch}", figure)["samples_ms"][f"dense, {form}"]
+                pairs = zip(dense, figure["samples_ms"][f"{name}, {form}"], strict=False)
+                values.append(median(median(a) / median(b) for a, b in pairs) / figure["macs_ratio"])
+            assert cell == " / ".join(f"{value:.2f}" for value in values), (name, form)
+
+
 def test_accuracies_and_flips_of_int8() -> None:
     for data, names in INT8.items():
         study = {row["row"]: row for row in content(f"study-{data}-int8-epyc.json")["rows"]}
         shown = rows(TEXTS["bench/results/README.md"], f"{data}, ")
-        measured = {f"{data}, {label}": name for label, name in zip(METHODS, names, strict=True) if name in study}
-        assert [row[0] for row in shown] == [*measured] and len(measured) >= 3
+        measured = {f"{data}, {label}": name for label, name in zip(METHODS, names, strict=True)}
+        if data == "digits":
+            measured |= {f"{label}, trained in int8": f"{name[:-5]}_trained" for label, name in measured.items()}
+        assert [row[0] for row in shown] == [*measured]
         for name, (_, *cells) in zip(measured.values(), shown, strict=True):
             row = study[name]
             fp32 = (row["correct"] + row["only_model"] - row["only_file"]) / row["total"]

@@ -102,25 +102,25 @@ def run_pruned(options: Options) -> Iterator[Line]:
 
 def run_int8(options: Options) -> Iterator[Line]:
     """Dense and pruned files in fp32, bf16 and int8 over the dense one in fp32, all interleaved, at batch 1 and 8."""
-    settings = replace(options.bench, batch=(1, 8))
     for name in QUANTIZED:
         dense, pruned = prune_recipe(name)
         models = {"dense": dense, name: vc.fold(pruned)}
         with TemporaryDirectory() as folder:
             files = {
-                f"{label}, {where}": write(
-                    model, Path(folder) / f"{label} {precision}".replace(" ", "-"), form, ExportOptions(precision)
-                )
+                f"{label}, {where}": write(model, Path(folder, f"{label}-{precision}"), form, ExportOptions(precision))
                 for label, model in models.items()
                 for where, (form, precision) in SERVED.items()
             }
-            bench = suite.run(list(files.values()), settings)
+            bench = suite.run(list(files.values()), replace(options.bench, protocol="robust", batch=(1, 8)))
         names = dict(zip(map(str, files.values()), files, strict=True))
-        conditions = bench.machine["conditions"]
+        times = {(names[row["artifact"]], row["batch"]): row["samples_ms"] for row in bench.rows}
+        macs = [count_cost(model, input_config(dense).size).macs for model in models.values()]
+        about = {"macs_ratio": macs[0] / macs[1], "conditions": bench.machine["conditions"]}
         for ratio in bench.ratios:
-            what = f"{name}: {names[ratio['b']]}, batch {ratio['batch']}"
-            pair = {"a": names[ratio["a"]], "b": names[ratio["b"]]}
-            yield {"what": what, "ratio": ratio["median"], **ratio, **pair, "conditions": conditions}
+            pair = {end: names[ratio[end]] for end in ("a", "b")}
+            samples = {file: times[file, ratio["batch"]] for file in pair.values()}
+            what = f"{name}: {pair['b']}, batch {ratio['batch']}"
+            yield {"what": what, "ratio": ratio["median"], **ratio, **pair, "samples_ms": samples, **about}
 
 
 def run_proxies(options: Options) -> Iterator[Line]:
@@ -164,6 +164,8 @@ def prune_recipe(name: str, changes: Sequence[str] = ()) -> tuple[nn.Module, nn.
     """Dense model of a recipe with random weights, and a copy after all steps without scoring. changes: as `--set`."""
     recipe = load_recipe(name, changes)
     dense = model = create_model(recipe.model.name, recipe.model.args)
+    # As in a trained model, no two biases are equal: a file would store them once.
+    dense.load_state_dict({name: value + 0.01 * torch.rand_like(value) for name, value in dense.state_dict().items()})
     for step in recipe.steps:
         delta = find_method(step.method).structure(model, family_of(model), plan_of(model), step.options)
         model = vc.prune(model, delta)

@@ -3,11 +3,13 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 import torch
 
+from vitcompress.bench import timing
 from vitcompress.bench.self import __main__ as own
 from vitcompress.bench.self import speed
 from vitcompress.errors import OutputError
@@ -39,6 +41,23 @@ def test_a_part_prints_and_writes_its_lines(
     assert written["settings"] == {"parts": ["dense"], "set": {"batch": 1, "runs": 6}}
     assert written["machine"]["versions"]["torch"]
     assert f"{line['what']}: " in capsys.readouterr().out
+
+
+def test_files_in_int8_are_measured_with_all_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "QUANTIZED", ("digits_magnitude",))
+    monkeypatch.setitem(timing.PROTOCOLS, "robust", timing.Protocol("robust", min_seconds=0.1))
+    monkeypatch.setattr(speed, "SERVED", {name: form for name, form in speed.SERVED.items() if form[0] == "onnx"})
+    assert own.main(["int8", "--runs", "6", "--out", str(tmp_path / "speed.json")]) == 0
+    lines = json.loads((tmp_path / "speed.json").read_text())["figures"]
+    files = ("dense, ONNX Runtime int8", "digits_magnitude, ONNX Runtime fp32", "digits_magnitude, ONNX Runtime int8")
+    assert [line["what"] for line in lines] == [
+        f"digits_magnitude: {file}, batch {batch}" for batch in (1, 8) for file in files
+    ]
+    for line in lines:
+        medians = [[median(block) for block in line["samples_ms"][line[end]]] for end in ("a", "b")]
+        assert len(medians[1]) >= 6 and line["a"] == "dense, ONNX Runtime fp32"
+        assert line["ratio"] == pytest.approx(median(a / b for a, b in zip(*medians, strict=True)))
+        assert line["macs_ratio"] > 1
 
 
 def test_an_error_keeps_earlier_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,8 @@ import pytest
 import torch
 from contracts import build, images
 from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from vitcompress.errors import InputError, PrecisionError
 from vitcompress.exporters.base import Exported
@@ -19,7 +21,7 @@ from vitcompress.exporters.onnx.export import export
 from vitcompress.exporters.onnx.rounded import rounded_logits
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.quantize.calibrate import calibrate
-from vitcompress.exporters.quantize.emulate import EightBitProducts, round_values
+from vitcompress.exporters.quantize.emulate import EightBitProducts, round_values, weight_scale
 from vitcompress.exporters.quantize.graph import LARGEST, Quantization, _store_in_half, find_products, quantize
 from vitcompress.exporters.runtimes import EXPORTERS
 from vitcompress.exporters.uint8 import from_bytes, to_bytes
@@ -143,6 +145,43 @@ def test_damaged_outputs_and_saturation_fail(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "model.onnx.json").unlink()
     onnx.save(wrong, str(done.path))
     assert checks_of(done.path)["error"].verdict == "failed"
+
+
+class SaturatingProducts(TorchFunctionMode):
+    """Linear layers as AVX2 computes them: unsigned inputs, and each two products added in 16 bits (vpmaddubsw)."""
+
+    def __init__(self, source: nn.Module, settings: Quantization) -> None:
+        super().__init__()
+        self.settings = settings
+        self.layers = {id(p): name.removesuffix(".weight") for name, p in source.named_parameters()}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        layer = self.layers.get(id(args[1])) if func is F.linear else None
+        if layer not in self.settings.ranges:
+            return func(*args, **(kwargs or {}))
+        x, weight, bias = args
+        scale, steps = self.settings.ranges[str(layer)] / 127, weight_scale(weight, self.settings)
+        unsigned, signed = (x / scale).round().clamp(-127, 127) + 128, (weight / steps).round()
+        products = (unsigned[..., None, :] * signed).unflatten(-1, (-1, 2))
+        sums = products.sum(-1).clamp(-(2**15), 2**15 - 1).sum(-1) - 128 * signed.sum(1)
+        return sums * steps.squeeze(1) * scale + bias
+
+
+@pytest.mark.parametrize(("bits", "verdict"), [(7, "passed"), (8, "failed")])
+def test_saturated_products_are_detected(tmp_path: Path, bits: Any, verdict: str) -> None:
+    source = model()
+    with torch.no_grad():
+        for layer in LAYERS:  # weights near the largest one in each row, as pairs must be to saturate
+            (weight := source.get_parameter(f"{layer}.weight")).copy_(weight.sign() * weight.abs().clamp(min=0.08))
+    done = write(tmp_path, source, weight_bits=bits)
+    settings = settings_of(done)
+    with torch.no_grad(), SaturatingProducts(source, settings):
+        served = source(X)
+    checks = outputs._arithmetic_checks(done.path, Original(source, X), X, [(torch.arange(len(X)), served)], settings)
+    assert {check.name.rpartition(".")[2]: check.verdict for check in checks} == {
+        "saturation": verdict,
+        "emulation": "passed",
+    }
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
