@@ -22,10 +22,11 @@ from vitcompress.exporters.ranges import scan_ranges
 from vitcompress.exporters.runtimes import EXPORTERS
 from vitcompress.exporters.sidecar import read_sidecar
 from vitcompress.io.checks import Check
+from vitcompress.io.manifest import find_changes, write_manifest
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.checkpoint import write_model
-from vitcompress.models.create import input_config
+from vitcompress.models.create import input_config, plan_of
 from vitcompress.pipeline import fp32_layers
 from vitcompress.pipeline.calibration import Calibration
 from vitcompress.pipeline.export import write_export
@@ -261,6 +262,17 @@ def test_only_the_layer_with_an_outlier_stays_out_of_int8_and_has_a_cost(
         assert cost["speed"] == {} and "12.5 % fewer products" in line
     else:
         assert cost["speed"]["median"] > 0 and "as fast" in line
+
+
+@pytest.mark.parametrize("islands", [(), ("auto",)])
+def test_an_int8_file_in_a_folder_with_a_manifest_is_replaced(tmp_path: Path, islands: tuple[str, ...]) -> None:
+    """Each measurement opens the new file, which must be as the manifest records."""
+    folder, model = tmp_path / "run", with_outlier()
+    write_model(folder, model, plan_of(model))
+    write_manifest(folder)
+    for calibration in (3, 2, 2, 3):
+        done = search_int8(folder, model, "onnx", islands=islands, calibration=calibration)
+        assert done.speed and find_changes(folder) == {}
 
 
 def no_device(*arguments: object, **more: object) -> None:
