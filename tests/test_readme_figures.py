@@ -169,7 +169,7 @@ def test_speeds_in_int8_over_the_ratio_of_the_macs() -> None:
             for batch in (1, 8):
                 figure = known[f"{name}: {name}, {form}, batch {batch}"]
                 dense = known.get(f"{name}: dense, {form}, batch {batch}", figure)["samples_ms"][f"dense, {form}"]
-                pairs = zip(dense, figure["samples_ms"][f"{name}, {form}"], strict=False)
+                pairs = zip(dense, figure["samples_ms"][f"{name}, {form}"], strict=True)
                 values.append(median(median(a) / median(b) for a, b in pairs) / figure["macs_ratio"])
             assert cell == " / ".join(f"{value:.2f}" for value in values), (name, form)
 

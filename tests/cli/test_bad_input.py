@@ -103,6 +103,7 @@ def test_several_mistakes_are_shown_together() -> None:
         ("run.amp=fp8", "expected one of none, fp16, bf16"),
         ("model.args.depth=none", "got 'none', expected a whole number"),
         ("model.args.dept=3", "did you mean depth?"),
+        ("model.args.patch_size=16", "rejects images of (1, 8, 8): "),
         ("model.args.patch_size=16", "input size per channel"),
         ("model.args.in_chans=0", "rejects images of (0, 8, 8)"),
         ("model.args.num_classes=-3", "got -3, expected 0 or more"),
