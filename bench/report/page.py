@@ -1,7 +1,7 @@
 """The files of a report: report.json, report.md, and report.html, which adds plots and loads nothing."""
 
-import base64
 import html
+from base64 import b64encode
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -43,7 +43,8 @@ def write_report(folder: Path, report: Report) -> None:
     """Write the report of a run folder. Without matplotlib the page has no plots, and states why."""
     with TemporaryDirectory() as scratch:
         try:
-            plots = "\n\n".join(map(_embed, draw([folder], scratch)))
+            named = [(escape_markdown(plot.stem), b64encode(plot.read_bytes())) for plot in draw([folder], scratch)]
+            plots = "\n\n".join(f"![{name}](data:image/png;base64,{data.decode()})" for name, data in named)
         except VitcompressError as error:
             plots = escape_markdown(f"No plots: {error.message}.")
     files, page = RunFolder(folder), markdown(report)
@@ -51,8 +52,3 @@ def write_report(folder: Path, report: Report) -> None:
     write_text(files.html, PAGE.format(title=html.escape(report["recipe"]), body=body))
     write_text(files.markdown, page)
     write_json(files.report, dict(report))  # last: without it the run is not done
-
-
-def _embed(path: Path) -> str:
-    data = base64.b64encode(path.read_bytes()).decode()
-    return f"![{escape_markdown(path.stem)}](data:image/png;base64,{data})"

@@ -20,8 +20,9 @@ import json, numpy as np, openvino
 from PIL import Image
 model = openvino.Core().read_model({model!r})
 classes = json.loads(model.get_rt_info(["vitcompress", "classes"]).value)
-run = openvino.Core().compile_model(model, "CPU", {{"INFERENCE_PRECISION_HINT": {precision!r}}})
 {load}
+model.reshape(images.shape)
+run = openvino.Core().compile_model(model, "CPU", {{"INFERENCE_PRECISION_HINT": {precision!r}}})
 print(classes[run(images)[0].argmax()])
 """
 # CUDA's driver is on every machine with a GPU; its managed memory is shared by the CPU and the GPU.

@@ -148,7 +148,9 @@ class OnnxRunner(Runner):
         data = self._prepare(images)
         if self._transfers:
             return BoundCall(partial(self._run, data))
-        output, recorded = self._output_like(data), self._options.cuda_graph
+        recorded, sizes = self._options.cuda_graph, self._output.shape[1:]
+        known = len(sizes) == 1 and isinstance(sizes[0], int)  # else a run determines the shape of the logits
+        output = np.empty((len(data), *sizes) if known else self._run(data).shape, OUTPUT_TYPES[self._output.type])
         place, index = ("cpu", 0) if self._stream is None else ("cuda", parse_device(self._device)[1])
         source, logits = (torch.from_numpy(array).to(torch.device(place, index)) for array in (data, output))
         binding = self.session.io_binding()
@@ -165,12 +167,6 @@ class OnnxRunner(Runner):
             call()
         self.synchronize()
         return call
-
-    def _output_like(self, data: np.ndarray) -> np.ndarray:
-        """Memory for the logits, whose shape is determined by a run if the file does not state it."""
-        sizes = self._output.shape[1:]
-        known = len(sizes) == 1 and isinstance(sizes[0], int)
-        return np.empty((len(data), *sizes) if known else self._run(data).shape, OUTPUT_TYPES[self._output.type])
 
     def _run_options(self, graph: str, *, wait: bool = True) -> Any:
         """Options of one run. graph: number of the CUDA graph that it is recorded in and replayed from."""

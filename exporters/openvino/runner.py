@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache, partial
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,8 @@ def error_text(error: Exception) -> str:
 class OpenVinoRunner(Runner):
     """An OpenVINO model, one batch at a time (`LATENCY`, one stream).
 
+    It is compiled for each batch size, because OpenVINO joins more operations of fixed shapes; the last four are kept.
+
     Raises:
         MissingExtraError: OpenVINO is not installed.
         ArtifactError: not an OpenVINO model, not the file that its sidecar describes, or not one image input.
@@ -112,18 +114,20 @@ class OpenVinoRunner(Runner):
         self._set_size(shape)
         self.input = read_input(self.name, labels, self.input_size)
         int8 = str(labels.get("precision")).startswith("int8")
-        self._compiled: Any = self._compile(path, model, [n for n in HINTS if n.startswith("int8") is int8])
-        self._request: Any = self._compiled.create_infer_request()
-
-    def _compile(self, path: Path, model: Any, possible: Sequence[str]) -> Any:
+        possible = [name for name in HINTS if name.startswith("int8") is int8]
         if self.precision not in (*possible, DEFAULT):
             raise DeviceError(f"{path} cannot run in {self.precision!r}", hint=f"use {', '.join((*possible, DEFAULT))}")
+        self._compiled: Any = lru_cache(4)(partial(self._compile, path, model, shape, possible))
+        self._compiled(1)
+
+    def _compile(self, path: Path, model: Any, shape: Sequence[int], possible: Sequence[str], batch: int) -> Any:
         config = {"PERFORMANCE_HINT": "LATENCY", "NUM_STREAMS": "1"}
         if self.precision != DEFAULT:
             config[HINT] = HINTS[self.precision]
         if self._threads is not None:
             config["INFERENCE_NUM_THREADS"] = str(self._threads)
         try:
+            model.reshape([batch, *shape])
             compiled = core().compile_model(model, "CPU", config)
         except RuntimeError as error:
             raise ArtifactError(f"OpenVINO cannot run {path}: {error_text(error)}") from None
@@ -139,17 +143,17 @@ class OpenVinoRunner(Runner):
         return compiled
 
     def __call__(self, images: Tensor) -> Tensor:
-        outputs = self._request.infer([self._prepare(images)], share_inputs=True)
+        outputs = self._compiled(len(images))([self._prepare(images)], share_inputs=True)
         return torch.from_numpy(np.array(outputs[0], dtype=np.float32))
 
     def _bind(self, images: Tensor) -> BoundCall:
-        request, data = self._compiled.create_infer_request(), self._prepare(images)
+        request, data = self._compiled(len(images)).create_infer_request(), self._prepare(images)
         request.set_input_tensor(0, load().Tensor(data, shared_memory=True))
         return BoundCall(request.infer, data)  # the request does not reference its input
 
     def _describe(self) -> dict[str, object]:
-        get = self._compiled.get_property
-        classes = self._compiled.outputs[0].get_partial_shape()
+        compiled = self._compiled(1)
+        get, classes = compiled.get_property, compiled.outputs[0].get_partial_shape()
         return {
             "runtime": "openvino",
             "runtime_version": metadata.version("openvino"),
@@ -165,7 +169,7 @@ class OpenVinoRunner(Runner):
 
     def close(self) -> None:
         super().close()
-        self._request = self._compiled = None
+        self._compiled = None
 
 
 def _image_shape(path: Path, model: Any) -> tuple[list[int], str]:

@@ -70,11 +70,6 @@ class Layer:
         return bool(COPIES.search(self.kind) or CAST_KERNEL.search(self.name))
 
     @property
-    def idle(self) -> bool:
-        """Whether it does no work, such as a reformat that the next layer includes."""
-        return bool(IDLE.search(self.kind))
-
-    @property
     def opaque(self) -> bool:
         """Whether it consists of many layers that are not listed."""
         return bool(OPAQUE.search(self.kind) or OPAQUE.search(self.name))
@@ -121,7 +116,7 @@ def _precision_in(text: str) -> str | None:
 
 def layer_checks(layers: Sequence[Layer], precision: str, attentions: int, products: int = 0) -> tuple[Check, ...]:
     """Does an engine compute as requested? attentions: their number in the model. products: those in eight bits."""
-    working = [layer for layer in layers if not layer.idle]
+    working = [layer for layer in layers if not IDLE.search(layer.kind)]
     copies = sum(layer.copies for layer in working)
     share = copies / len(working) if working else 1.0
     detail = f"{copies} of {len(working)} layers only cast or reformat"

@@ -31,18 +31,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def large_parts(runner: Any) -> list[Any]:
     """Weak references to the parts that use much memory."""
-    parts = {
-        "OnnxRunner": ("session",),
-        "OpenVinoRunner": ("_compiled", "_request"),
-        "TorchRunner": ("_call",),
-    }
-    references = []
-    for place in parts[type(runner).__name__]:
-        part = runner
-        for name in place.split("."):
-            part = getattr(part, name)
-        references.append(weakref.ref(part))
-    return references
+    match type(runner).__name__:
+        case "OnnxRunner":
+            parts = [runner.session]
+        case "OpenVinoRunner":
+            parts = [runner._compiled(1), runner._compiled(len(X))]
+        case "TorchRunner":
+            parts = [runner._call]
+    return list(map(weakref.ref, parts))
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "model.xml", ""])

@@ -1,5 +1,6 @@
 """OpenVINO files whose linear layers are in int8, with fp32 or bf16 elsewhere."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from vitcompress.bench.report.snippet import snippet
 from vitcompress.errors import DeviceError, InputError
 from vitcompress.exporters.base import Exported
 from vitcompress.exporters.openvino.export import read_contents
+from vitcompress.exporters.openvino.runner import read_ir
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.quantize.calibrate import calibrate
 from vitcompress.exporters.runtimes import EXPORTERS, open_runner
@@ -86,6 +88,41 @@ def test_weights_have_eight_bits_where_their_products_are_exact(
     assert max(np.abs(np.frombuffer(s.read(), np.int8).astype(int)).max() for s in stored) in (
         (64,) if expected == 7 else (127, 128)
     )
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_layer_norms_are_quantised_apart_from_their_scales(
+    apart: bool, model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not apart:
+        monkeypatch.setattr("vitcompress.exporters.openvino.export._separate_scales", lambda model: None)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:  # else the scales are 1 and the shifts 0
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    done = export(model, tmp_path / "m.xml", precision="int8")
+    quantised = [node for node in read_ir(done.path).get_ops() if node.get_type_name() == "FakeQuantize"]
+    ranks = [len(node.get_output_partial_shape(0)) for node in quantised]
+    assert (len(ranks), ranks.count(3)) == (2 * 4, 3 * apart)  # the first LayerNorm is before the tokens are in rows
+    checks = output_checks(done.path, Original(model, IMAGES))
+    assert {check.verdict for check in checks} == {"passed"}
+    with closing(open_runner(done.path)) as runner:
+        nodes = runner._compiled(len(IMAGES)).get_runtime_model().get_ops()
+        layers = [str(getattr(kind := node.get_rt_info()["layerType"], "value", kind)) for node in nodes]
+    assert layers.count("FakeQuantize") == (0 if apart else 3)  # slow nodes, which OpenVINO's CPU plugin joins
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_every_batch_size_is_compiled_with_its_shape(precision: str, model: nn.Module, tmp_path: Path) -> None:
+    exact, runner = model(IMAGES).detach(), open_runner(export(model, tmp_path / "m.xml", precision=precision).path)
+    expected = runner(IMAGES)
+    assert float((expected - exact).abs().max() / exact.abs().max()) < (0.08 if precision == "int8" else 1e-4)
+    for count in (1, 7, 2, 3, 5, 1, 20):  # more than are kept
+        assert list(runner._compiled(count).inputs[0].shape) == [count, 1, 8, 8]
+        torch.testing.assert_close(runner(IMAGES[:count]), expected[:count], rtol=1e-4, atol=1e-5)
+        runner.bind(IMAGES[:count])()
+    assert runner._compiled.cache_info().currsize == 4
+    runner.close()
 
 
 def test_other_precisions_are_rejected(model: nn.Module, tmp_path: Path) -> None:

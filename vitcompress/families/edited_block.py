@@ -84,11 +84,6 @@ class EditedBlock(nn.Module):
         for name in [n for n in (*self._modules, *self._parameters) if n not in used and n != "output_act"]:
             delattr(self, name)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether the block computes nothing, so that it can be removed."""
-        return not self.branches and self.output_act is None
-
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x: tokens, (batch, tokens, channels). The other arguments are those that timm passes to the block."""
         for branch in self.branches:

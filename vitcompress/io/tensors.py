@@ -82,14 +82,10 @@ def read_checkpoint(
         if tensor.dtype not in TYPES or tensor.layout != torch.strided or tensor.is_meta:
             about = f"{tensor.dtype}, {tensor.layout}, {tensor.device}".replace("torch.", "")
             raise WeightsError(f"{path} cannot be used: {name} is {about}", hint="save dense floats")
-    return _strip_wrappers(tensors, wrappers), part, content
-
-
-def _strip_wrappers(tensors: dict[str, Tensor], wrappers: Sequence[str]) -> dict[str, Tensor]:
     for wrapper in wrappers:
         if all(name.startswith(wrapper) for name in tensors):
             tensors = {name.removeprefix(wrapper): tensor for name, tensor in tensors.items()}
-    return tensors
+    return tensors, part, content
 
 
 def _read_pytorch(path: Path) -> Any:

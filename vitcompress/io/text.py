@@ -134,10 +134,9 @@ class Table:
         return cls(title, tuple(columns), tuple(tuple(str(cell(record)) for cell in cells) for record in records))
 
     def markdown(self) -> str:
-        head = [self.columns, tuple("---:" if self._is_numeric(i) else "---" for i in range(len(self.columns)))]
-        rows = [head[0], *self.rows]
-        lines = ["| " + " | ".join(map(escape_markdown, row)) + " |" for row in rows]
-        return "\n".join([lines[0], "| " + " | ".join(head[1]) + " |", *lines[1:]])
+        lines = [" | ".join(map(escape_markdown, row)) for row in (self.columns, *self.rows)]
+        lines.insert(1, " | ".join("---:" if self._is_numeric(i) else "---" for i in range(len(self.columns))))
+        return "\n".join(f"| {line} |" for line in lines)
 
     def _is_numeric(self, column: int) -> bool:
         """Whether a column is right-aligned: numbers are; words, hashes and the first column are not."""

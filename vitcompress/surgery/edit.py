@@ -36,7 +36,7 @@ def remove_sites(model: nn.Module, family: Family, plan: Plan) -> None:
     for name, act in plan.appended.items():
         _edited_block(model, family, name).output_act = ACTIVATIONS[act]()
     for name, block in family.blocks(model).items():
-        if isinstance(block, EditedBlock) and block.is_empty:
+        if isinstance(block, EditedBlock) and not block.branches and block.output_act is None:  # it computes nothing
             _drop_block(model, name)
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitcompress.errors import PlanError
-from vitcompress.families import Family, Site
+from vitcompress.families import Family
 from vitcompress.families.gated_ffn import gate_at_bias
 from vitcompress.plan import Plan
 
@@ -89,17 +89,15 @@ class GatedModel(nn.Module):
         self._means = {site.name: means[site.gates].to(device) for site in self.sites if site.gates in means}
         self._inputs: dict[str, Tensor] = {}
         for number, site in enumerate(self.sites):
-            self._hook(site, number, OUTPUTS[plan.removed.get(site.name, "drop")])
+            other = OUTPUTS[plan.removed.get(site.name, "drop")]
+            if other == "stream":
+                self.model.get_submodule(site.block).register_forward_pre_hook(partial(self._remember, site.name))
+            # Doubling replaces the whole branch, including drop path; other replacements replace only the layer.
+            target = {"stream": site.branch_end, "zero": site.gates or site.name}.get(other, site.name)
+            self.model.get_submodule(target).register_forward_hook(partial(self._gate, site.name, number, other))
         for block in plan.appended:
             names = [site.name for site in own if site.block == block]
             self.model.get_submodule(block).register_forward_hook(partial(self._activate, names))
-
-    def _hook(self, site: Site, number: int, other: str) -> None:
-        if other == "stream":
-            self.model.get_submodule(site.block).register_forward_pre_hook(partial(self._remember, site.name))
-        # Doubling replaces the whole branch, including drop path; other replacements replace only the layer.
-        target = {"stream": site.branch_end, "zero": site.gates or site.name}.get(other, site.name)
-        self.model.get_submodule(target).register_forward_hook(partial(self._gate, site.name, number, other))
 
     def _remember(self, site: str, block: nn.Module, args: tuple[Tensor, ...]) -> None:
         """Store the input of a block for the gate at the end of its attention branch."""
