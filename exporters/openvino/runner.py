@@ -109,7 +109,7 @@ class OpenVinoRunner(Runner):
         self._sha256 = check_sha256(path)
         labels = decode_json_values(read_metadata(model))
         self.precision = options.precision or str(labels.get("precision", "fp32"))
-        shape, element = _image_shape(path, model)
+        (self._batch, *shape), element = _input_shape(path, model)
         self.takes_bytes = element == "u8"
         self._set_size(shape)
         self.input = read_input(self.name, labels, self.input_size)
@@ -118,7 +118,7 @@ class OpenVinoRunner(Runner):
         if self.precision not in (*possible, DEFAULT):
             raise DeviceError(f"{path} cannot run in {self.precision!r}", hint=f"use {', '.join((*possible, DEFAULT))}")
         self._compiled: Any = lru_cache(4)(partial(self._compile, path, model, shape, possible))
-        self._compiled(1)
+        self._compiled(self._batch)
 
     def _compile(self, path: Path, model: Any, shape: Sequence[int], possible: Sequence[str], batch: int) -> Any:
         config = {"PERFORMANCE_HINT": "LATENCY", "NUM_STREAMS": "1"}
@@ -130,7 +130,7 @@ class OpenVinoRunner(Runner):
             model.reshape([batch, *shape])
             compiled = core().compile_model(model, "CPU", config)
         except RuntimeError as error:
-            raise ArtifactError(f"OpenVINO cannot run {path}: {error_text(error)}") from None
+            raise ArtifactError(f"OpenVINO cannot run {path} at batch {batch}: {error_text(error)}") from None
         hint = compiled.get_property(HINT).get_type_name()
         actual = next((name for name in possible if HINTS[name] == hint), hint)
         if self.precision == DEFAULT:
@@ -152,7 +152,7 @@ class OpenVinoRunner(Runner):
         return BoundCall(request.infer, data)  # the request does not reference its input
 
     def _describe(self) -> dict[str, object]:
-        compiled = self._compiled(1)
+        compiled = self._compiled(self._batch)
         get, classes = compiled.get_property, compiled.outputs[0].get_partial_shape()
         return {
             "runtime": "openvino",
@@ -172,10 +172,10 @@ class OpenVinoRunner(Runner):
         self._compiled = None
 
 
-def _image_shape(path: Path, model: Any) -> tuple[list[int], str]:
-    """Shape and element type of one image of the one input."""
+def _input_shape(path: Path, model: Any) -> tuple[list[int], str]:
+    """Shape, at batch 1 if it takes any, and element type of the one input, which is images."""
     inputs = model.inputs
     shape = inputs[0].get_partial_shape() if len(inputs) == 1 else None
     if shape is None or shape.rank.is_dynamic or len(shape) != 4 or any(side.is_dynamic for side in list(shape)[1:]):
         raise ArtifactError(f"{path} does not take one image tensor of fixed size", hint="export it with vitcompress")
-    return [side.get_length() for side in list(shape)[1:]], inputs[0].get_element_type().get_type_name()
+    return [1 if side.is_dynamic else side.get_length() for side in shape], inputs[0].get_element_type().get_type_name()

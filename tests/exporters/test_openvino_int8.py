@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from vitcompress.bench.report.snippet import snippet
-from vitcompress.errors import DeviceError, InputError
+from vitcompress.errors import ArtifactError, DeviceError, InputError
 from vitcompress.exporters.base import Exported
 from vitcompress.exporters.openvino.export import read_contents
-from vitcompress.exporters.openvino.runner import read_ir
+from vitcompress.exporters.openvino.runner import load, read_ir
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.quantize.calibrate import calibrate
 from vitcompress.exporters.runtimes import EXPORTERS, open_runner
@@ -123,6 +123,20 @@ def test_every_batch_size_is_compiled_with_its_shape(precision: str, model: nn.M
         runner.bind(IMAGES[:count])()
     assert runner._compiled.cache_info().currsize == 4
     runner.close()
+
+
+def test_a_file_with_a_fixed_batch_runs_at_that_batch_alone(tmp_path: Path) -> None:
+    opset = load().opset13
+    images = opset.parameter([2, 1, 8, 8], np.float32)
+    sums = opset.reduce_sum(images, opset.constant([1, 2, 3]), keep_dims=False)
+    logits = opset.add(opset.unsqueeze(sums, opset.constant([1])), opset.constant(np.ones((2, 3), np.float32)))
+    load().save_model(load().Model([logits], [images]), str(tmp_path / "fixed.xml"), compress_to_fp16=False)
+    runner = open_runner(tmp_path / "fixed.xml")
+    torch.testing.assert_close(runner(IMAGES[:2]), 1 + IMAGES[:2].sum((1, 2, 3))[:, None].expand(2, 3))
+    for call in (runner, runner.bind):
+        with pytest.raises(ArtifactError, match=r"fixed\.xml at batch 3: "):
+            call(IMAGES[:3])
+    assert runner.describe()["classes"] == 3
 
 
 def test_other_precisions_are_rejected(model: nn.Module, tmp_path: Path) -> None:

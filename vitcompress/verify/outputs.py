@@ -287,19 +287,21 @@ def _arithmetic_checks(
     path: Path, original: Original, images: Tensor, calls: Calls, settings: Quantization | None
 ) -> Iterator[Check]:
     """Compare the same file with every product in float32 with the outputs of `calls`, and with the model in int8."""
-    name, exact = f"{PREFIX}{path.name}", rounded_logits(path, images).double()
+
+    def check(name: str, what: str, gap: Tensor, change: Tensor) -> Check:
+        ratio, largest = (float(gap.norm(p=p) / (change.norm(p=p) or 1.0)) for p in (2, math.inf))
+        detail = f"|{what} - exact| / |exact - model| of the logits, root mean square (largest: {largest:.2g})"
+        return limit_check(f"{PREFIX}{path.name}.{name}", ratio, MOST_SATURATION, detail)
+
+    exact = rounded_logits(path, images).double()
     changes, (rows, served) = exact - original.exact(images), (torch.cat(parts) for parts in zip(*calls, strict=True))
-    ratio = float((served.double() - exact[rows]).norm() / (changes[rows].norm() or 1.0))
-    detail = "root mean square: served from exactly computed logits, over exactly computed ones from the model"
-    yield limit_check(f"{name}.saturation", ratio, MOST_SATURATION, detail)
+    yield check("saturation", "served", served.double() - exact[rows], changes[rows])
     if settings:
         model, parts = rescale(original.model, settings.factors), torch.split(images, EMULATED_BATCH)
         stored = stored_tensors(model, settings)
         with EightBitProducts(model, settings):
             emulated = torch.cat([functional_call(model, stored, (part,)).double() for part in parts])
-        ratio = float((emulated - exact).norm() / (changes.norm() or 1.0))
-        detail = "root mean square: model with rounded products from file, exactly computed, over file from exact model"
-        yield limit_check(f"{name}.emulation", ratio, MOST_SATURATION, detail)
+        yield check("emulation", "emulated", emulated - exact, changes)
 
 
 def _quantization(path: Path) -> Quantization | None:

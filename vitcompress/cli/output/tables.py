@@ -238,6 +238,4 @@ def print_doctor(facts: Mapping[str, Any]) -> None:
 
 
 def _answer(reason: str | None) -> str:
-    if reason is None:
-        return "yes"
-    return "-" if reason == "-" else "partly" if reason.startswith("times only") else "no"
+    return {None: "yes", "-": "-"}.get(reason) or ("partly" if str(reason).startswith("times only") else "no")
