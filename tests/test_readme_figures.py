@@ -187,3 +187,18 @@ def test_accuracies_and_flips_of_int8() -> None:
             fp32 = (row["correct"] + row["only_model"] - row["only_file"]) / row["total"]
             flips = f"{row['flips']} of {row['total']} ({100 * row['flips'] / row['total']:.2f} %)"
             assert cells == [f"{100 * fp32:.1f}", f"{100 * row['top1_mean']:.1f}", flips, f"{row['p_value']:.2g}"], name
+
+
+def test_cost_of_eight_bits() -> None:
+    results, text = content("eight-bits-epyc.json"), " ".join(TEXTS["bench/results/README.md"].split())
+    seconds = zip(results["seconds"]["quantise"], results["seconds"]["fp32_pass"], strict=True)
+    assert f"takes {median(a / b for a, b in seconds):.2f} times as long as one pass" in text
+    assert f"at most {results['peak_gib']:.1f} GiB of memory" in text
+    shown = rows(TEXTS["bench/results/README.md"].split("| recipe | dense model | pruned model |")[1], "`")[:5]
+    assert shown == [
+        [f"`{name}`", *(f"{sizes[model]['int8'] / sizes[model]['fp32']:.3f}" for model in ("dense", name))]
+        for name, sizes in results["bytes"].items()
+    ]
+    builds = [(engine["precision"], engine["sm"]) for engine in results["engines"]]
+    assert builds == [*(("int8", sm) for sm in (80, 86, 89, 120)), *(("fp8", sm) for sm in (89, 120))]
+    assert all(len(set(engine["sha256"])) == 1 for engine in results["engines"])

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import vitcompress as vc
 from vitcompress.bench.artifacts import synthetic_images
 from vitcompress.bench.self.speed import QUANTIZED, prune_recipe
 from vitcompress.exporters.onnx.file import read_onnx
@@ -35,7 +36,6 @@ from vitcompress.exporters.runtimes import EXPORTERS
 from vitcompress.io.files import write_json
 from vitcompress.io.hardware import cpu_name, package_versions
 from vitcompress.models.create import create_model, input_config
-from vitcompress.surgery.fold import fold
 
 LARGE, IMAGES, ROUNDS = "deit_base_patch16_224", 256, 3
 ENGINES: tuple[tuple[EightBits, tuple[int, ...]], ...] = (("int8", (80, 86, 89, 120)), ("fp8", (89, 120)))
@@ -80,7 +80,7 @@ def measure_sizes(recipe: str) -> dict[str, dict[str, int]]:
     """Bytes of the files of the dense and of the pruned model."""
     dense, pruned = prune_recipe(recipe)
     sizes = {}
-    for name, model in {"dense": dense, recipe: fold(pruned)}.items():
+    for name, model in {"dense": dense, recipe: vc.fold(pruned)}.items():
         images = synthetic_images(input_config(model).size, CHUNK, 0)
         with TemporaryDirectory() as folder:
             files = {p: write(model, Path(folder, f"{p}.onnx"), "onnx", images, precision=p) for p in ("fp32", "int8")}
@@ -91,7 +91,7 @@ def measure_sizes(recipe: str) -> dict[str, dict[str, int]]:
 def build_engine(recipe: str, precision: EightBits, target: int) -> str:
     """SHA-256 of an engine of the pruned model. No two calls know of each other."""
     torch.manual_seed(0)
-    model = fold(prune_recipe(recipe)[1])
+    model = vc.fold(prune_recipe(recipe)[1])
     options: dict[str, Any] = {"precision": precision, "sm": (target,), "batch": (1, 8, 8)}
     with TemporaryDirectory() as folder:
         images = synthetic_images(input_config(model).size, CHUNK, 0)
