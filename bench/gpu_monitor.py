@@ -150,9 +150,6 @@ def summary(readings: Sequence[GpuState]) -> GpuSummary | None:
     return cast(GpuSummary, result)
 
 
-# --------------------------------------------------------------------------------------------------------------- energy
-
-
 def rapl(folder: Path = POWERCAP) -> Callable[[], float] | None:
     """A counter of the joules used by the CPU packages (Linux powercap); None if it cannot be read.
 

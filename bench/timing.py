@@ -236,9 +236,6 @@ def _time_block(target: Target, runs: int) -> tuple[list[float], float]:
     return [1000.0 * (b - a) for a, b in pairwise(marks)], 1000.0 * (marks[-1] - marks[0])
 
 
-# ----------------------------------------------------------------------------------------------------------- comparison
-
-
 def ratio(a: Samples, b: Samples) -> RatioRecord:
     """Speed of `b` over `a`, that is time of `a` over time of `b`: the median over rounds, with a 95 % interval.
 

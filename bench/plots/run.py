@@ -54,9 +54,6 @@ def _read_plan(folder: Path) -> Plan:
     return read_plan(path)
 
 
-# ------------------------------------------------------------------------------------------------------------ structure
-
-
 def structure_figure(structure: Structure, title: str) -> Any:
     """Layers above, widths below, the blocks of the dense model from left to right."""
     rows = [len(structure.layers), len(structure.widths)]
@@ -126,9 +123,6 @@ def state_patches() -> list[Any]:
     from matplotlib.patches import Patch
 
     return [Patch(fc=c, ec="grey", hatch="///" * (s == "removed"), label=s) for s, c in STATES.items()]
-
-
-# --------------------------------------------------------------------------------------------------------------- charts
 
 
 def charts_figure(charts: Sequence[Chart], title: str) -> Any:

@@ -84,9 +84,6 @@ def grid_figure(shown: Mapping[str, Sequence[Structure]], panel: Panel) -> Any:
     return figure
 
 
-# ------------------------------------------------------------------------------------------------------------ accuracy
-
-
 def accuracy_figure(study: Row) -> Any:
     """Mean accuracy, with a bar from the worst to the best seed, against MACs and, if measured, against speed.
 

@@ -86,9 +86,6 @@ def find_speed(
     return cast(records.SpeedRecord, {key: same[0][key] for key in SPEED_KEYS}) if sha256 and same else None
 
 
-# ------------------------------------------------------------------------------------------------------------ sentences
-
-
 def describe_speedup(ratio: records.RatioRecord) -> str:
     """`1.42x (95 % interval 1.37 to 1.47): faster`; no verdict if there are too few rounds for an interval."""
     verdict = "" if ratio["ci95"][1] is None else f": {ratio['verdict']}"
@@ -99,9 +96,6 @@ def count_verdicts(verify: records.VerificationRecord) -> str:
     """`19 passed, 1 not run`"""
     counts = Counter(check["verdict"].replace("_", " ") for check in verify["checks"])
     return ", ".join(f"{counts[name]} {name}" for name in ("passed", "failed", "not run") if counts[name])
-
-
-# --------------------------------------------------------------------------------------------------------------- tables
 
 
 def summary_table(report: records.Report) -> Table:
@@ -226,9 +220,6 @@ def check_table(checks: Iterable[records.CheckRecord], detail: str | Callable[[A
         "detail": detail,
     }
     return Table.of("", columns, checks)
-
-
-# ------------------------------------------------------------------------------------------------------------- Markdown
 
 
 def markdown(report: records.Report) -> str:

@@ -22,6 +22,7 @@ from vitcompress.exporters.quantize.calibrate import calibrate
 from vitcompress.exporters.runtimes import RunnerOptions, available_exporter
 from vitcompress.exporters.tensorrt.flavours import capability
 from vitcompress.families import family_of
+from vitcompress.io.hardware import slow_reason
 from vitcompress.io.text import format_interval, format_ratio, shorten_names
 from vitcompress.methods.table import find_method
 from vitcompress.models.cost import count_cost
@@ -101,7 +102,7 @@ def run_pruned(options: Options) -> Iterator[Line]:
 
 
 def run_int8(options: Options) -> Iterator[Line]:
-    """Dense and pruned files in fp32, bf16 and int8 over the dense one in fp32, all interleaved, at batch 1 and 8."""
+    """Dense and pruned files in fp32, int8 and, if fast here, bf16 over the dense one in fp32, all interleaved."""
     for name in QUANTIZED:
         dense, pruned = prune_recipe(name)
         models = {"dense": dense, name: vc.fold(pruned)}
@@ -110,6 +111,7 @@ def run_int8(options: Options) -> Iterator[Line]:
                 f"{label}, {where}": write(model, Path(folder, f"{label}-{precision}"), form, ExportOptions(precision))
                 for label, model in models.items()
                 for where, (form, precision) in SERVED.items()
+                if form == "onnx" or not slow_reason(precision)
             }
             bench = suite.run(list(files.values()), replace(options.bench, protocol="robust", batch=(1, 8)))
         names = dict(zip(map(str, files.values()), files, strict=True))

@@ -105,9 +105,6 @@ def metadata(model: Any) -> dict[str, str]:
     return {entry.key: entry.value for entry in model.metadata_props}
 
 
-# ------------------------------------------------------------------------------------------------------------- contents
-
-
 def read_contents(path: Path) -> Contents:
     """The tensors of the ONNX file `path`. Raises ArtifactError like `read_onnx`, and for damaged tensors."""
     model = read_onnx(path)
@@ -170,9 +167,6 @@ def _read_array(tensor: Any, folder: Path) -> np.ndarray:
             f"the tensor {tensor.name} is incomplete: {error}", hint="copy or export the file again"
         ) from None
     return values
-
-
-# ---------------------------------------------------------------------------------------------------------------- facts
 
 
 def graph_facts(path: Path) -> Facts:

@@ -1,16 +1,18 @@
-"""Emulate a GPU: the outputs of an ONNX file in half precision with every result rounded to that precision.
+"""Emulate other processors: the outputs of an ONNX file in half precision or int8 as they compute them.
 
 On most CPUs ONNX Runtime computes fp16 in fp32 without rounding in between, so that overflows do not show, and bf16 not
 at all. Here every operator computes in fp32, like tensor cores, and its result is rounded to the type in the file.
+Without VNNI a CPU adds two products of int8 in 16 bits, which saturate; with `unsigned_weights` it does not.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import torch
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor
 
 from vitcompress.errors import ArtifactError
@@ -31,14 +33,20 @@ def rounded_logits(path: Path, images: Tensor) -> Tensor:
 
     Raises ArtifactError if ONNX Runtime cannot run the file.
     """
+    call = open_changed(path, spell_out_casts)
+    return torch.cat([call(chunk)[0] for chunk in torch.split(images, CHUNK)])
+
+
+def open_changed(
+    path: Path, change: Callable[[Any], Any], *, optimize: bool = False
+) -> Callable[[Tensor], list[Tensor]]:
+    """The file `path`, after `change` of its protobuf, as a function from normalised images to all outputs."""
     model = file.read_onnx(path)
     config = read_input(str(path), decode_json_values(file.metadata(model)))
-    takes_bytes = model.graph.input[0].type.tensor_type.elem_type == TensorProto.UINT8
-    session = open_session(path, spell_out_casts(model))
+    uint8 = model.graph.input[0].type.tensor_type.elem_type == TensorProto.UINT8
+    session = open_session(path, change(model), optimize=optimize)
     name = session.get_inputs()[0].name
-    chunks = (prepare_input(chunk, config, uint8=takes_bytes) for chunk in torch.split(images, CHUNK))
-    logits = [session.run(None, {name: chunk})[0] for chunk in chunks]
-    return torch.from_numpy(np.concatenate(logits))
+    return lambda x: [*map(torch.from_numpy, session.run(None, {name: prepare_input(x, config, uint8=uint8)}))]
 
 
 def open_session(path: Path, model: Any, *, optimize: bool = False) -> Any:
@@ -80,6 +88,19 @@ def spell_out_casts(model: Any) -> Any:
             nodes.append(_cast(source, name, TensorProto.FLOAT))
     del graph.node[:], graph.value_info[:]
     graph.node.extend(nodes)
+    return model
+
+
+def unsigned_weights(model: Any) -> Any:
+    """`model`, an ONNX protobuf, with 128 added to weights in int8 and to their zero points.
+
+    ONNX Runtime multiplies two unsigned numbers exactly on every processor. All else is computed by the same kernels.
+    """
+    signed = {tensor.name: tensor for tensor in model.graph.initializer if tensor.data_type == TensorProto.INT8}
+    weights = [n for n in model.graph.node if n.op_type == "DequantizeLinear" and n.input[0] in signed]
+    for tensor in {name: signed[name] for node in weights for name in (node.input[0], node.input[2])}.values():
+        values = numpy_helper.to_array(tensor) ^ np.int8(-128)
+        tensor.CopyFrom(numpy_helper.from_array(values.view(np.uint8), tensor.name))
     return model
 
 

@@ -50,9 +50,11 @@ class OnnxRunner(Runner):
         self._graph_numbers = count(1)
         stream: Any = torch.cuda.Stream  # which CUDA events can time
         self._stream = stream(torch.device(self._device)) if self._device.startswith("cuda") else None
-        settings = self._provider_settings(model)
+        settings, eight_bits = self._provider_settings(model), labels.get("quantization")
         self._provider_options = self._provider.options(settings)
-        self.session = self._open(path, settings)
+        # What an engine was built from has weights of 8 bits, whose products must not saturate here.
+        exact = isinstance(eight_bits, dict) and eight_bits.get("form") == "float_bias"
+        self.session = self._open(path, settings, exact=exact)
         self._cpu_operators = self._check_assignment()
         self._input, self._output = _inputs_and_outputs(path, self.session)
         if isinstance(fixed := self._input.shape[0], int):
@@ -74,13 +76,15 @@ class OnnxRunner(Runner):
         index = parse_device(self._device)[1]
         return ProviderSettings(index, self._precision == "tf32", options.cuda_graph, stream, profile, cache)
 
-    def _open(self, path: Path, settings: ProviderSettings) -> Any:
+    def _open(self, path: Path, settings: ProviderSettings, *, exact: bool) -> Any:
         name, options, process = self._provider.name, self._ort.SessionOptions(), psutil.Process()
         options.log_severity_level = LOG_NOTHING  # errors are raised, not logged
         if self._threads is not None:
             options.intra_op_num_threads = self._threads
         if name != CPU:
             options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+        if exact:
+            options.add_session_config_entry("session.x64quantprecision", "1")
         before, lines = process.num_threads(), list[str]()
         self._ort.set_default_logger_severity(LOG_NOTHING if name == CPU else LOG_ERRORS)
         try:

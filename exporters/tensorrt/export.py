@@ -164,9 +164,6 @@ def _inspect(exported: Exported, source: Exported, options: ExportOptions) -> Ex
     return write_sidecar(replace(exported, build={**exported.build, "truth": [check.to_dict() for check in checks]}))
 
 
-# ------------------------------------------------------------------------------------- what is supported, and where
-
-
 def unavailable(flavour: Flavour) -> str | None:
     """Why this machine cannot build such engines, or None."""
     if flavour is TRT and capability() is None:

@@ -112,6 +112,21 @@ def test_layer_norms_are_quantised_apart_from_their_scales(
     assert layers.count("FakeQuantize") == (0 if apart else 3)  # slow nodes, which OpenVINO's CPU plugin joins
 
 
+@pytest.mark.parametrize("bits", [7, 8])
+def test_saturated_products_are_detected(bits: int, model: nn.Module, tmp_path: Path) -> None:
+    """As in test_quantize.py; test_avx2.py runs it on a processor whose products of 8 bits saturate."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "blocks" in name and weight.ndim == 2:  # weights near the largest one in each row
+                weight.copy_(weight.sign() * weight.abs().clamp(min=0.08))
+    done = export(model, tmp_path / "m.xml", precision="int8", weight_bits=bits)
+    checks = {check.name.rpartition(".")[2]: check for check in output_checks(done.path, Original(model, IMAGES))}
+    sets = hardware.instruction_sets() or {}
+    saturates = bits == 8 and sets.get("AVX2") and not sets["VNNI"]
+    assert checks["emulation"].verdict == ("failed" if saturates else "passed")
+    assert ("--weight-bits 7" in checks["emulation"].detail) == (bits == 8)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
 def test_every_batch_size_is_compiled_with_its_shape(precision: str, model: nn.Module, tmp_path: Path) -> None:
     exact, runner = model(IMAGES).detach(), open_runner(export(model, tmp_path / "m.xml", precision=precision).path)
@@ -150,17 +165,19 @@ def test_other_precisions_are_rejected(model: nn.Module, tmp_path: Path) -> None
             EXPORTERS[name].check(ExportOptions(**options))
 
 
+@pytest.mark.parametrize(("form", "remedy"), [("onnx", "use --precision fastest"), ("openvino", "use --format onnx")])
 def test_a_file_that_is_slower_than_fp32_is_reported(
-    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    form: str, remedy: str, model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cpuinfo").write_text(AVX2)
     monkeypatch.setattr(hardware, "CPUINFO", tmp_path / "cpuinfo")
     large = create_model("vit_tiny_patch16_224", {**SIZE, "img_size": 32, "depth": 12, "embed_dim": 192})
-    onnx, about = EXPORTERS["onnx"], {"input": input_config(large), "calibrate": lambda source: {}}
-    done = onnx.export(large, tmp_path / "m.onnx", **about)
+    exporter, about = EXPORTERS[form], {"input": input_config(large), "calibrate": lambda source: {}}
+    done = exporter.export(large, tmp_path / f"m{exporter.suffix}", **about)
     slower = compare_with_fp32(
         Exported(**{**vars(done), "precision": "int8"}),
-        lambda path: onnx.export(model, path, input=input_config(model)),
+        lambda path: exporter.export(model, path, input=input_config(model)),
     )
     assert slower.speed["verdict"] == "slower" and slower.speed["a"] == "fp32"
-    assert "slower here; no VNNI" in slower.build["warnings"][0] and "--format onnx" in slower.build["warnings"][0]
+    warning = slower.build["warnings"][0]
+    assert "slower here" in warning and remedy in warning and ("no VNNI" in warning) == (form == "openvino")

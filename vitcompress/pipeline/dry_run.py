@@ -190,8 +190,6 @@ def _notes(job: Job) -> Iterator[str]:
     yield from job.notes()
 
 
-# ------------------------------------------------------------------------------------------------------ published sizes
-
 CLOSE = 0.005  # allowed relative difference of a published figure, if the printed digits differ
 
 

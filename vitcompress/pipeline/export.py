@@ -99,7 +99,8 @@ def compare_with_fp32(exported: Exported, write: Callable[[Path], Exported]) -> 
     if (bench := _measure_over(exported, write)) is None:
         return exported
     ratio = {**bench.ratios[0], "a": "fp32", "b": exported.precision}
-    slow = f": {ratio['verdict']} here; {hardware.slow_reason(exported.precision) or 'use --precision fastest'}"
+    reason = None if exported.format == "onnx" else hardware.slow_reason(exported.precision)
+    slow = f": {ratio['verdict']} here; {reason or 'use --precision fastest'}"
     text = f"{exported.precision} over fp32 {format_speedup(ratio)}{slow * (ratio['verdict'] != 'faster')}"
     warnings = [*exported.build.get("warnings", ()), text, *bench.disturbed]
     return write_sidecar(replace(exported, speed=ratio, build={**exported.build, "warnings": warnings}))

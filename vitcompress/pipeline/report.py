@@ -110,9 +110,6 @@ def _read(path: Path, kind: Any = Any) -> Any:
     return reports.read_record(path, kind) if path.is_file() else None
 
 
-# ------------------------------------------------------------------------------------------------------- later commands
-
-
 def refresh_report(folder: Path, progress: Progress) -> Report:
     """The report of a run folder as its files are now; its files are written again if it has changed.
 

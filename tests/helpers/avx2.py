@@ -1,0 +1,125 @@
+"""Run Python as on a processor with AVX2 and without AVX-512, VNNI and BF16, at full speed.
+
+    python tests/helpers/avx2.py -m vitcompress doctor
+
+Runtimes choose their kernels by what the instruction `cpuid` reports. gdb stops at each one in ONNX Runtime and
+OpenVINO, removes the newer instruction sets from its result, and lets the process go on: the kernels for AVX2 run on
+the real processor. vitcompress reads /proc/cpuinfo without their flags. Child processes see the real processor.
+"""
+
+import os
+import platform
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+try:
+    import gdb  # inside gdb only
+except ImportError:
+    gdb = None
+
+LIBRARIES = ("onnxruntime_pybind11", "libopenvino_intel_cpu_plugin", "libopenvino.so")
+FLAGS = re.compile(r"\b(avx512\w*|avx_(vnni|ifma|ne)\w*|amx_\w+|avx10\w*)\b")
+# (leaf, subleaf) -> register -> bits to remove (Intel's manual, volume 2, CPUID).
+HIDDEN = {
+    (7, 0): {"rbx": (16, 17, 21, 26, 27, 28, 30, 31), "rcx": (1, 6, 11, 12, 14), "rdx": (2, 3, 8, 22, 23, 24, 25)},
+    (7, 1): {"rax": (4, 5, 21, 23), "rdx": (4, 5, 8, 10, 19)},
+}
+AVAILABLE = platform.machine() == "x86_64" and all(shutil.which(tool) for tool in ("gdb", "objdump"))
+
+
+def run(arguments: Sequence[str], *, stdout: int = 1, stderr: int = 2) -> int:
+    """The exit code of `python ARGUMENTS`. stdout, stderr: file descriptors of its output; gdb's own is discarded."""
+    words = shlex.join([__file__, "inside", *arguments])
+    fds = [os.dup(stdout), os.dup(stderr)]
+    start = f"run {words} >>/dev/fd/{fds[0]} 2>>/dev/fd/{fds[1]}"
+    command = ["gdb", "-q", "-batch", "-iex", "set auto-load no", "-x", __file__, "-ex", "quit $_exitcode"]
+    environment = {**os.environ, "AVX2_START": start}
+    try:
+        done = subprocess.run(
+            [*command, sys.executable],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL,
+            pass_fds=fds,
+            env=environment,
+            check=False,
+        )
+    finally:
+        for fd in fds:
+            os.close(fd)
+    return done.returncode
+
+
+def trace() -> None:
+    """Inside gdb: run the program, and change what each `cpuid` of `LIBRARIES` reports."""
+    gdb.execute("set breakpoint pending on")
+    gdb.execute("set $_exitcode = 1")  # unless the program ends
+    gdb.execute("set confirm off")
+    for name in LIBRARIES:
+        gdb.execute(f"catch load {name}")
+    known = set[str]()
+    stop = gdb.execute(os.environ["AVX2_START"], to_string=True)
+    while gdb.selected_inferior().pid:
+        for start, path in mapped():
+            if path not in known and any(name in Path(path).name for name in LIBRARIES):
+                known.add(path)
+                for offset in instructions(path):
+                    gdb.execute(f"break *{start + offset:#x}", to_string=True)
+        frame = gdb.selected_frame()
+        if frame.architecture().disassemble(frame.pc())[0]["asm"].strip() == "cpuid":
+            leaf, subleaf = (int(frame.read_register(name)) & 0xFFFFFFFF for name in ("rax", "rcx"))
+            gdb.execute("stepi", to_string=True)
+            for register, bits in HIDDEN.get((leaf, subleaf), {}).items():
+                value = int(gdb.selected_frame().read_register(register)) & 0xFFFFFFFF
+                gdb.execute(f"set ${register} = {value & ~sum(1 << bit for bit in bits)}")
+        elif "received signal" in stop:
+            break
+        stop = gdb.execute("continue", to_string=True)
+
+
+def mapped() -> list[tuple[int, str]]:
+    """First address and path of each mapped file."""
+    lines = Path(f"/proc/{gdb.selected_inferior().pid}/maps").read_text().splitlines()
+    starts: dict[str, int] = {}
+    for fields in (line.split(maxsplit=5) for line in lines):
+        if len(fields) == 6:
+            starts.setdefault(fields[5], int(fields[0].partition("-")[0], 16))
+    return [(start, path) for path, start in starts.items()]
+
+
+def instructions(path: str) -> list[int]:
+    """Offsets of `cpuid` in a library."""
+    text = subprocess.run(["objdump", "-d", "--no-show-raw-insn", path], capture_output=True, text=True, check=True)
+    return [int(offset, 16) for offset in re.findall(r"^\s*([0-9a-f]+):\s+cpuid", text.stdout, re.MULTILINE)]
+
+
+def inside(arguments: Sequence[str]) -> None:
+    """In the traced process: run what `python ARGUMENTS` runs, with a /proc/cpuinfo without the hidden flags."""
+    sys.path[0] = ""
+    from vitcompress.io import hardware
+
+    with tempfile.TemporaryDirectory() as folder:
+        flags = Path(folder, "cpuinfo")
+        flags.write_text(FLAGS.sub("", Path("/proc/cpuinfo").read_text()))
+        hardware.CPUINFO = flags
+        sys.argv = list(arguments[1:] if arguments[0] == "-m" else arguments)
+        if arguments[0] == "-m":
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(arguments[0], run_name="__main__")
+
+
+if gdb is not None:
+    trace()
+elif __name__ == "__main__":
+    if sys.argv[1:2] == ["inside"]:
+        inside(sys.argv[2:])
+    else:
+        sys.exit(run(sys.argv[1:]))
