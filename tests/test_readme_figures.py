@@ -4,11 +4,13 @@ import json
 import re
 from collections.abc import Iterable
 from functools import cache, reduce
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from vitcompress.bench.report import run
+from vitcompress.bench.timing import median_interval
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -172,6 +174,24 @@ def test_speeds_in_int8_over_the_ratio_of_the_macs() -> None:
                 pairs = zip(dense, figure["samples_ms"][f"{name}, {form}"], strict=True)
                 values.append(median(median(a) / median(b) for a, b in pairs) / figure["macs_ratio"])
             assert cell == " / ".join(f"{value:.2f}" for value in values), (name, form)
+
+
+def test_speeds_in_int8_without_vnni() -> None:
+    """The int8 file over its own fp32 file, the dense fp32 file, and the dense int8 file, divided by the MACs ratio."""
+    known = speeds("int8-avx2")
+    assert content("speed-int8-avx2-epyc-1-thread.json")["machine"]["cpu_flags"] == ["avx2", "f16c"]
+    shown = rows(TEXTS["bench/results/README.md"].split("### int8 without VNNI")[1].split("###")[0], "`")
+    assert [row[0].strip("`") for row in shown] == [*dict.fromkeys(what.partition(":")[0] for what in known)]
+    for label, *cells in shown:
+        name = label.strip("`")
+        pairs = [(name, "fp32", name, 1.0), ("dense", "fp32", name, 1.0), ("dense", "int8", name, 0.0)]
+        for cell, ((slow, precision, fast, divisor), batch) in zip(cells, product(pairs, (1, 8)), strict=True):
+            figures = [f for f in known.values() if f["what"].startswith(f"{name}: ") and f["batch"] == batch]
+            times = {file: blocks for figure in figures for file, blocks in figure["samples_ms"].items()}
+            rounds = zip(times[f"{slow}, ONNX Runtime {precision}"], times[f"{fast}, ONNX Runtime int8"], strict=True)
+            ratio = divisor or figures[0]["macs_ratio"]
+            middle, low, high = median_interval([median(a) / median(b) / ratio for a, b in rounds])
+            assert cell == f"{middle:.2f} ({low:.2f} to {high:.2f})", (name, precision, batch)
 
 
 def test_accuracies_and_flips_of_int8() -> None:

@@ -14,5 +14,5 @@ def test_files_in_int8_pass_their_tests_with_avx2(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
     words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", *TESTS, "-k", "agree or saturat"]
     with log.open("w") as stream:
-        code = avx2.run(words, stdout=stream.fileno(), stderr=stream.fileno())
+        code = avx2.run(words, stdout=stream, stderr=stream)
     assert code == 0 and "12 passed" in log.read_text(), log.read_text()

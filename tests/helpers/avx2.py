@@ -7,17 +7,16 @@ OpenVINO, removes the newer instruction sets from its result, and lets the proce
 the real processor. vitcompress reads /proc/cpuinfo without their flags. Child processes see the real processor.
 """
 
-import os
 import platform
 import re
 import runpy
-import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 try:
     import gdb  # inside gdb only
@@ -34,38 +33,21 @@ HIDDEN = {
 AVAILABLE = platform.machine() == "x86_64" and all(shutil.which(tool) for tool in ("gdb", "objdump"))
 
 
-def run(arguments: Sequence[str], *, stdout: int = 1, stderr: int = 2) -> int:
-    """The exit code of `python ARGUMENTS`. stdout, stderr: file descriptors of its output; gdb's own is discarded."""
-    words = shlex.join([__file__, "inside", *arguments])
-    fds = [os.dup(stdout), os.dup(stderr)]
-    start = f"run {words} >>/dev/fd/{fds[0]} 2>>/dev/fd/{fds[1]}"
-    command = ["gdb", "-q", "-batch", "-iex", "set auto-load no", "-x", __file__, "-ex", "quit $_exitcode"]
-    environment = {**os.environ, "AVX2_START": start}
-    try:
-        done = subprocess.run(
-            [*command, sys.executable],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            stdin=subprocess.DEVNULL,
-            pass_fds=fds,
-            env=environment,
-            check=False,
-        )
-    finally:
-        for fd in fds:
-            os.close(fd)
-    return done.returncode
+def run(arguments: Sequence[str], **options: Any) -> int:
+    """The exit code of `python ARGUMENTS`. options: of `subprocess.run`."""
+    silent = ("set auto-load no", "set logging file /dev/null", "set logging redirect on", "set logging enabled on")
+    settings = [word for line in silent for word in ("-iex", line)]
+    command = ["gdb", "-q", "-batch", *settings, "-x", __file__, "-ex", "quit $_exitcode", "--args"]
+    return subprocess.run([*command, sys.executable, __file__, "inside", *arguments], **options, check=False).returncode
 
 
 def trace() -> None:
     """Inside gdb: run the program, and change what each `cpuid` of `LIBRARIES` reports."""
-    gdb.execute("set breakpoint pending on")
     gdb.execute("set $_exitcode = 1")  # unless the program ends
-    gdb.execute("set confirm off")
     for name in LIBRARIES:
         gdb.execute(f"catch load {name}")
     known = set[str]()
-    stop = gdb.execute(os.environ["AVX2_START"], to_string=True)
+    stop = gdb.execute("run", to_string=True)
     while gdb.selected_inferior().pid:
         for start, path in mapped():
             if path not in known and any(name in Path(path).name for name in LIBRARIES):
