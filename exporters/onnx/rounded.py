@@ -2,7 +2,7 @@
 
 On most CPUs ONNX Runtime computes fp16 in fp32 without rounding in between, so that overflows do not show, and bf16 not
 at all. Here every operator computes in fp32, like tensor cores, and its result is rounded to the type in the file.
-Without VNNI a CPU adds two products of int8 in 16 bits, which saturate; with `unsigned_weights` it does not.
+Without VNNI a CPU adds two products of int8 in 16 bits, which saturate; with `unsigned_integers` it does not.
 """
 
 from collections.abc import Callable
@@ -91,16 +91,16 @@ def spell_out_casts(model: Any) -> Any:
     return model
 
 
-def unsigned_weights(model: Any) -> Any:
-    """`model`, an ONNX protobuf, with 128 added to weights in int8 and to their zero points.
+def unsigned_integers(model: Any) -> Any:
+    """`model`, an ONNX protobuf, with 128 added to every tensor in int8, weights and all zero points: the same values.
 
-    ONNX Runtime multiplies two unsigned numbers exactly on every processor. All else is computed by the same kernels.
+    ONNX Runtime multiplies unsigned integers exactly on every processor. All else is computed by the same kernels.
     """
-    signed = {tensor.name: tensor for tensor in model.graph.initializer if tensor.data_type == TensorProto.INT8}
-    weights = [n for n in model.graph.node if n.op_type == "DequantizeLinear" and n.input[0] in signed]
-    for tensor in {name: signed[name] for node in weights for name in (node.input[0], node.input[2])}.values():
-        values = numpy_helper.to_array(tensor) ^ np.int8(-128)
-        tensor.CopyFrom(numpy_helper.from_array(values.view(np.uint8), tensor.name))
+    for tensor in model.graph.initializer:
+        if tensor.data_type == TensorProto.INT8:
+            values = numpy_helper.to_array(tensor) ^ np.int8(-128)
+            tensor.CopyFrom(numpy_helper.from_array(values.view(np.uint8), tensor.name))
+    del model.graph.value_info[:]
     return model
 
 

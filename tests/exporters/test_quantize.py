@@ -16,7 +16,7 @@ from torch import nn
 from vitcompress.errors import InputError, PrecisionError
 from vitcompress.exporters.base import Exported
 from vitcompress.exporters.onnx.export import export
-from vitcompress.exporters.onnx.rounded import open_changed, rounded_logits, unsigned_weights
+from vitcompress.exporters.onnx.rounded import open_changed, rounded_logits, unsigned_integers
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.quantize.calibrate import calibrate
 from vitcompress.exporters.quantize.emulate import EightBitProducts, round_values
@@ -142,7 +142,7 @@ def test_damaged_outputs_and_saturation_fail(tmp_path: Path, monkeypatch: pytest
     assert {check.verdict for check in checks_of(done.path).values()} == {"passed"}
     with monkeypatch.context() as patch:
         patch.setattr(outputs, "open_changed", lambda *args, **options: lambda x: [out + 1.0 for out in call(x)])
-        call = open_changed(done.path, unsigned_weights, optimize=True)
+        call = open_changed(done.path, unsigned_integers, optimize=True)
         assert {checks_of(done.path)[name].verdict for name in ("saturation", "emulation")} == {"failed"}
     wrong = onnx.load(str(done.path))
     scale = next(t for t in wrong.graph.initializer if t.name == "blocks.1.mlp.fc2.weight_scale")

@@ -43,7 +43,7 @@ from torch.nn import functional as F
 
 from vitcompress.errors import DeviceError, MissingExtraError, VitcompressError
 from vitcompress.exporters.onnx import file
-from vitcompress.exporters.onnx.rounded import open_changed, rounded_logits, unsigned_weights
+from vitcompress.exporters.onnx.rounded import open_changed, rounded_logits, unsigned_integers
 from vitcompress.exporters.openvino.export import OPENVINO
 from vitcompress.exporters.openvino.runner import DEFAULT, HINT
 from vitcompress.exporters.precision import HALF
@@ -292,7 +292,7 @@ def _arithmetic_checks(
     rows, served = (torch.cat(parts) for parts in zip(*calls, strict=True))
     exact, name = served.double(), "served"
     if path.suffix == ".onnx":
-        call, name = open_changed(path, unsigned_weights, optimize=True), "exact"
+        call, name = open_changed(path, unsigned_integers, optimize=True), "exact"
         exact = torch.cat([call(images[part])[0].double() for part, _ in calls])
     changes = exact - original.exact(images)[rows]
 
