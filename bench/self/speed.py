@@ -236,7 +236,7 @@ def compare(
     warnings = [shorten_names(text, [row["artifact"] for row in bench.rows]) for text in bench.warnings]
     rows = [{**row, "artifact": name} for name, row in zip(models, bench.rows, strict=True)]
     conditions = bench.machine["conditions"]
-    (ratio,) = bench.ratios
+    ratio = {**bench.ratios[0], **dict(zip("ab", models, strict=True))}
     return {**ratio, "ratio": ratio["median"], "rows": rows, "conditions": conditions, "warnings": warnings}
 
 

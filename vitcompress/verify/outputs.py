@@ -302,7 +302,7 @@ def _arithmetic_checks(
         detail += REMEDY if settings.weight_bits == 8 else ""
         return limit_check(f"{PREFIX}{path.name}.{kind}", ratio, MOST_SATURATION, detail)
 
-    if name == "exact":
+    if path.suffix == ".onnx":
         yield check("saturation", "served", served.double(), math.inf, "largest")
     model, parts = rescale(original.model, settings.factors), torch.split(images, EMULATED_BATCH)
     stored = stored_tensors(model, settings)
