@@ -19,7 +19,6 @@ from vitcompress.io.files import write_json
 PARTS: dict[str, Callable[[Options], Iterator[Line]]] = {
     "realised": speed.run_pruned,
     "dense": speed.run_dense,
-    "screens": speed.run_proxies,
     "int8": speed.run_int8,
     "gpu": speed.run_gpu,
 }

@@ -1,8 +1,7 @@
-"""Dense and pruned models in all runtimes, and the scores of UP-ViT."""
+"""Dense and pruned models in all runtimes."""
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -29,7 +28,6 @@ from vitcompress.models.cost import count_cost
 from vitcompress.models.create import create_model, input_config, plan_of
 from vitcompress.plan import Plan
 from vitcompress.recipe.load import load_recipe
-from vitcompress.training.data import open_data
 
 Line = dict[str, Any]  # one result as plain data: `what`, and `text` or a `ratio` with its samples
 DENSE = ("deit_tiny_patch16_224", "deit_small_patch16_224")
@@ -57,13 +55,6 @@ SERVED = {  # files that are compared with that of the dense model in fp32 in ON
     "ONNX Runtime int8": ("onnx", "int8"),
     "OpenVINO bf16": ("openvino", "bf16"),
     "OpenVINO int8+bf16": ("openvino", "int8+bf16"),
-}
-TARGET = {"embed_dim": 32, "num_heads": 2}  # half of every width
-SCREENS: dict[str, dict[str, Any]] = {
-    "Gauss-Newton, 1 direction": {"score": "fisher", "directions": 1},
-    "Gauss-Newton, 2 directions": {"score": "fisher"},
-    "Gauss-Newton, all 9 directions": {"score": "fisher", "directions": 9},
-    "Gauss-Newton, then exact on a quarter": {"score": "screened", "band": 0.25},
 }
 RANGE_IMAGES = 12  # of noise: no time depends on the ranges
 QUANTIZED = ("deit_s_hetdpt", "deit_s_sero_70", "deit_iso_2_6g", "hetdpt_plus_2_4g", "up_deit_s")
@@ -123,43 +114,6 @@ def run_int8(options: Options) -> Iterator[Line]:
             samples = {file: times[file, ratio["batch"]] for file in pair.values()}
             what = f"{name}: {pair['b']}, batch {ratio['batch']}"
             yield {"what": what, "ratio": ratio["median"], **ratio, **pair, "samples_ms": samples, **about}
-
-
-def run_proxies(options: Options) -> Iterator[Line]:
-    """UP-ViT's proxy scores on a trained model: time, and removed channels in common with exact scores.
-
-    Trains the model of `digits_up`, which has about 2000 channels, and uses ten images per unit of `runs` (20: 200 of
-    the 1068 training images). Times include loading them, as in a real step.
-    """
-    recipe, images = load_recipe("digits_up"), 10 * options.runs
-    data = open_data(recipe.data, recipe.run.seed)
-    args: dict[str, Any] = {**recipe.model.args, "num_classes": len(data.classes)}
-    model = vc.create_model(recipe.model.name, seed=recipe.run.seed, **args)
-    vc.finetune(model, data.train, data.heldout, device="cpu", seed=recipe.run.seed, **asdict(recipe.dense))
-
-    def time_plan(**settings: Any) -> tuple[float, Plan]:
-        began = time.perf_counter()
-        plan = vc.plan(model, "upvit", data.train, device="cpu", target_args=TARGET, images=images, **settings)
-        return time.perf_counter() - began, plan
-
-    seconds, exact = time_plan(score="exact")
-    yield {"what": "exact scores", "text": f"{seconds:.1f} s for {images} images", "seconds": seconds, "images": images}
-    sizes = {space.name: space.size for space in family_of(model).spaces(model)}
-    for name, settings in SCREENS.items():
-        own, proxy = time_plan(**settings)
-        cheaper, common = seconds / own, share_in_common(sizes, exact, proxy)
-        text = f"{cheaper:.1f} times cheaper, {100 * common:.1f} % of the removed channels in common with exact scores"
-        figures = {"cheaper": cheaper, "in_common": common, "seconds": own, "images": images}
-        yield {"what": f"screen: {name}", "text": text, **figures}
-
-
-def share_in_common(sizes: Mapping[str, int], exact: Plan, other: Plan) -> float:
-    """Share of the channels removed by `exact` that `other` removes too."""
-    removed = [
-        {(space, channel) for space, kept in plan.kept.items() for channel in {*range(sizes[space])} - {*kept}}
-        for plan in (exact, other)
-    ]
-    return len(removed[0] & removed[1]) / len(removed[0])
 
 
 def prune_recipe(name: str, changes: Sequence[str] = ()) -> tuple[nn.Module, nn.Module]:

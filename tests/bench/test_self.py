@@ -15,7 +15,6 @@ from vitcompress.bench.self import speed
 from vitcompress.errors import OutputError
 from vitcompress.families import family_of
 from vitcompress.models.create import create_model
-from vitcompress.plan import Plan
 
 TINY = "test_vit"
 RECIPE = """\
@@ -129,11 +128,6 @@ def test_recipes_are_pruned_with_their_changes() -> None:
 def test_padded_layouts_are_built_as_such() -> None:
     model = speed.keep_widths(create_model(TINY), 8, 16, 32, padded=True)
     assert all(block.attn.padded and block.attn.qk_dim < block.attn.v_dim for block in model.blocks)
-
-
-def test_proxy_scores_are_compared_by_removed_channels() -> None:
-    exact, proxy = (Plan("any", kept={"a": kept, "b": (0,)}) for kept in ((0, 1), (1, 2)))
-    assert speed.share_in_common({"a": 4, "b": 2}, exact, proxy) == pytest.approx(2 / 3)
 
 
 def test_the_gpu_measurement_runs_and_records_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

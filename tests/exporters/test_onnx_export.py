@@ -10,6 +10,7 @@ import onnx
 import pytest
 import torch
 from contracts import BYPASSES, build, every_variant, having, kept_channels, spaces_of
+from layer_plans import depth_plan
 from onnx_agreement import failures
 from torch import nn
 
@@ -21,7 +22,6 @@ from vitcompress.exporters.onnx.file import graph_facts
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.runtimes import EXPORTERS
 from vitcompress.io.files import file_sha256
-from vitcompress.methods.depth import depth_plan
 from vitcompress.models.create import input_config
 from vitcompress.plan import Plan
 

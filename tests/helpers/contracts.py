@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import timm
 import torch
+from layer_plans import depth_plan
 from torch import Tensor, nn
 
 from vitcompress.families import Site, Space, family_of, prepare_model
-from vitcompress.methods.depth import blocks_of, depth_plan
+from vitcompress.methods.depth import blocks_of
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply_to_copy
 from vitcompress.surgery.gates import GatedModel

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from killed_training import ARCH, ARGS, images
+from layer_plans import depth_plan
 from torch import Tensor
 from torch.nn import functional
 
@@ -20,7 +21,6 @@ from vitcompress.families import family_of
 from vitcompress.io.files import write_json
 from vitcompress.io.progress import Progress
 from vitcompress.io.tensors import save_tensors
-from vitcompress.methods.depth import depth_plan
 from vitcompress.models.create import create_model, input_config
 from vitcompress.plan import Plan
 from vitcompress.surgery.gates import GatedModel

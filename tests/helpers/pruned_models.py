@@ -5,13 +5,13 @@ from pathlib import Path
 
 import torch
 from contracts import build, contract, having, kept_channels
+from layer_plans import depth_plan
 from torch import nn
 
 from vitcompress import surgery
 from vitcompress.errors import ArtifactError
 from vitcompress.families import family_of
 from vitcompress.io.checks import Check
-from vitcompress.methods.depth import depth_plan
 from vitcompress.plan import Plan
 from vitcompress.verify.files import read_tensors
 from vitcompress.verify.outputs import PlannedOriginal

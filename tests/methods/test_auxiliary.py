@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from layer_plans import depth_plan
 from method_world import context, model
 from pydantic import TypeAdapter, ValidationError
 
@@ -14,7 +15,6 @@ from vitcompress.families import family_of
 from vitcompress.io.tensors import load_tensors
 from vitcompress.methods import auxiliary
 from vitcompress.methods.base import LEFT_WEIGHTS
-from vitcompress.methods.depth import depth_plan
 from vitcompress.methods.table import METHODS
 from vitcompress.training.options import Augmentation, TrainOptions
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from contracts import assert_moved, assert_same, build, contract, every_variant, images, logits, spaces_of
+from layer_plans import depth_plan
 from method_world import context, model
 from pydantic import TypeAdapter, ValidationError
 from torch.nn import functional
@@ -17,7 +18,6 @@ from vitcompress.errors import PlanError, VitcompressError
 from vitcompress.families import family_of
 from vitcompress.io.files import read_json
 from vitcompress.methods import isomorphic
-from vitcompress.methods.depth import depth_plan
 from vitcompress.methods.options import Alignment
 from vitcompress.methods.options import IsomorphicOptions as Options
 from vitcompress.methods.scores import channel_scores, gradients, random_scores

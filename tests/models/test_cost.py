@@ -9,9 +9,9 @@ import torch
 from contracts import Contract, build, contract, every_variant
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layer_plans import depth_plan
 from torch import nn
 
-from vitcompress.methods.depth import depth_plan
 from vitcompress.models.cost import Cost, count_cost
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply_plan, apply_to_copy, fold_linears

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 from contracts import build, contract, every_variant, kept_channels, spaces_of
+from layer_plans import depth_plan
 
 from vitcompress import surgery
 from vitcompress.families import family_of
-from vitcompress.methods.depth import depth_plan
 from vitcompress.methods.options import Alignment
 from vitcompress.methods.table import METHODS
 from vitcompress.models import cost as models_cost

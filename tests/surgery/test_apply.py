@@ -21,11 +21,11 @@ from contracts import (
     spaces_of,
     without_act,
 )
+from layer_plans import depth_plan
 from torch import Tensor, nn
 
 from vitcompress.families import family_of
 from vitcompress.families.attention import SlicedPool
-from vitcompress.methods.depth import depth_plan
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply_plan, apply_to_copy, fold_linears
 from vitcompress.surgery.masks import mask_channels

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 from contracts import build, contract, images, logits
+from layer_plans import depth_plan
 
 from vitcompress.errors import InputError, PlanError
-from vitcompress.methods.depth import depth_plan
 from vitcompress.surgery import apply_plan
 
 WRONG = {

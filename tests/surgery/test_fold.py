@@ -15,10 +15,10 @@ from contracts import (
     logits,
     sites_of,
 )
+from layer_plans import depth_plan
 from torch import nn
 
 from vitcompress.families import family_of
-from vitcompress.methods.depth import depth_plan
 from vitcompress.surgery import apply_plan, apply_to_copy, fold_linears
 from vitcompress.surgery.fold import product
 

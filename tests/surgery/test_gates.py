@@ -18,12 +18,12 @@ from contracts import (
     layers,
     logits,
 )
+from layer_plans import depth_plan
 from torch import nn
 
 from vitcompress.errors import InputError, PlanError
 from vitcompress.families import Site, family_of
 from vitcompress.families.gated_ffn import freeze_gate
-from vitcompress.methods.depth import depth_plan
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply_plan, apply_to_copy
 from vitcompress.surgery.gates import GatedModel

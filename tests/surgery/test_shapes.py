@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 from contracts import BYPASSES, contract, every_variant, sites_of, spaces_of
+from layer_plans import depth_plan
 from torch import nn
 
 from vitcompress import surgery
 from vitcompress.families import family_of
-from vitcompress.methods.depth import depth_plan
 from vitcompress.models.create import create_on_meta
 from vitcompress.plan import Plan
 from vitcompress.surgery.shapes import planned_tensors

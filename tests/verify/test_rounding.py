@@ -6,11 +6,11 @@ from copy import deepcopy
 import pytest
 import torch
 from contracts import build, contract, every_variant, having, images, logits
+from layer_plans import depth_plan
 from torch import nn
 
 from vitcompress import surgery
 from vitcompress.io.checks import largest_difference
-from vitcompress.methods.depth import depth_plan
 from vitcompress.verify.fold import fold_checks
 from vitcompress.verify.tolerance import _arithmetic_limit, _factor, _roundoff, reference, storage_limit
 

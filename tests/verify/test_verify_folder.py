@@ -10,6 +10,7 @@ import pytest
 import torch
 from contracts import build, contract, every_variant, having, images, logits, sites_of
 from damage import add_unused_weight
+from layer_plans import depth_plan
 from onnx import TensorProto, helper
 from torch import nn
 
@@ -23,7 +24,6 @@ from vitcompress.io.files import file_sha256, write_text
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import load_tensors, save_tensors
-from vitcompress.methods.depth import depth_plan
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.create import input_config
 from vitcompress.plan import Plan

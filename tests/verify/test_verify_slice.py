@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from contracts import build, contract, every_variant, images, kept_channels, spaces_of
+from layer_plans import depth_plan
 
 from vitcompress import surgery
 from vitcompress.io.files import write_text
 from vitcompress.io.run_folder import RunFolder
-from vitcompress.methods.depth import depth_plan
 from vitcompress.models.checkpoint import load_model, load_model_files, write_model
 from vitcompress.plan import Plan
 from vitcompress.verify.folder import verify_folder

@@ -16,7 +16,6 @@ from vitcompress.families import Family, Site, family_of
 from vitcompress.families.base import SiteKind
 from vitcompress.families.gated_ffn import freeze_gate
 from vitcompress.io.text import suggest_range
-from vitcompress.io.validation import options_of
 from vitcompress.methods.base import Context, Method, read_memo
 from vitcompress.methods.calibration import calibration_images
 from vitcompress.methods.hetdpt.report import report
@@ -84,14 +83,6 @@ def spread_layers(
         taken[min((kind for kind in reversed(kinds) if taken[kind] < removable[kind]), key=lambda k: taken[k])] += 1
     places = {kind: [(2 * i + 1) * removable[kind] // (2 * n) for i in range(n)] for kind, n in taken.items()}
     return {kind: [present[kind][place].index for place in places[kind]] for kind in kinds}
-
-
-def depth_plan(
-    model: nn.Module, base: Plan, attentions: Sequence[int], activations: Sequence[int], **bypasses: Any
-) -> Plan:
-    """`plan_layers` of these blocks. bypasses: fields of BypassOptions. Raises InputError for an unknown one."""
-    options = options_of(BypassOptions, bypasses, "a plan of layers")
-    return plan_layers(model, base, {"attention": attentions, "activation": activations}, options)
 
 
 def plan_layers(model: nn.Module, base: Plan, removed: Blocks, options: BypassOptions) -> Plan:
