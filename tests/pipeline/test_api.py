@@ -129,6 +129,13 @@ def test_models_of_timm_itself_are_taken() -> None:
         (lambda: vc.export(model(), "x.engine"), "trt and trt-rtx"),
         (lambda: vc.export(model(), "x.onnx", precision="int4"), "precision"),
         (lambda: vc.create_model("vit_tini"), "vit_tini"),
+        (lambda: vc.finetune(model(), batches(), augmentation={"mixup": 0.5}), "augmentation has no effect"),
+        (lambda: vc.finetune(model(), batches(), batch_size=4), "batch_size has no effect"),
+        (lambda: vc.plan(model(), "isomorphic", [(batches()[0][0], torch.arange(5)), *batches()]), r"labels \[5\]"),
+        (lambda: vc.plan(model(), "isomorphic", [(batches()[0][0], torch.rand(16))]), "float32"),
+        (lambda: vc.plan(model(), "isomorphic", []), "batches"),
+        (lambda: vc.bench([model()], bach=1), "did you mean batch"),
+        (lambda: vc.bench([model()], threads="two"), "threads"),
     ],
 )
 def test_mistakes_are_reported(call: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,3 +240,33 @@ def test_a_plan_for_a_latency(monkeypatch: pytest.MonkeyPatch) -> None:
         vc.plan(vit, "magnitude", **{**goal, "amount": 0.5 * least})
     with pytest.raises(PlanError, match="amount is required with target = 'latency'"):
         vc.plan(vit, "isomorphic", target="latency")
+
+
+def test_up_vit_is_saved_with_its_standard_model(tmp_path: Path) -> None:
+    """Also after `fold`, which leaves LayerScales in place then."""
+    dense = vc.create_model("vit_tiny_patch16_224", num_classes=4, **ARGS, init_values=0.5)
+    target = {"embed_dim": 8, "num_heads": 1}
+    plan = vc.plan(dense, "upvit", batches(), target_args=target, images=4, device="cpu")
+    small = vc.fold(vc.prune(dense, plan))
+    vc.save_model(small, tmp_path / "out")
+    assert (tmp_path / "out" / "standard.safetensors").is_file() and vc.verify(tmp_path / "out").passed
+    assert hasattr(small.get_submodule("blocks.0").ls1, "gamma")
+
+
+def test_a_model_without_a_classifier_is_exported_without_class_names(tmp_path: Path) -> None:
+    features = vc.create_model("vit_tiny_patch16_224", num_classes=0, **ARGS)
+    vc.save_model(features, tmp_path / "out")
+    vc.export(features, tmp_path / "out" / "model.onnx")
+    assert vc.verify(tmp_path / "out").passed
+
+
+def test_int8_in_a_deep_model_is_not_taken_for_wrong_arithmetic(tmp_path: Path) -> None:
+    """Values that round to another step than in torch multiply from layer to layer."""
+    deep = vc.create_model("pvt_v2_b0", num_classes=4, pretrained_cfg_overlay={"input_size": (3, 64, 64)})
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(16, 3, 64, 64, generator=generator)
+    vc.save_model(deep, tmp_path / "out")
+    file = vc.export(deep, tmp_path / "out" / "model.onnx", precision="int8", data=[(images, torch.arange(16) % 4)])
+    checks = {check.name: check for check in vc.verify(tmp_path / "out").checks}
+    emulation = checks[f"agreement.{file.name}.emulation"]
+    assert emulation.verdict == "passed" and emulation.tolerance > 0.5

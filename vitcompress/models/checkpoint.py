@@ -39,8 +39,10 @@ def prune(model: nn.Module, plan: Plan) -> nn.Module:
 
 
 def write_model(folder: Path, model: nn.Module, plan: Plan) -> None:
-    """Write plan and weights, which `load_model` loads."""
+    """Write plan and weights, which `load_model` loads, and where the plan names one, the standard model."""
     files = RunFolder(folder)
+    if plan.standard:
+        save_standard(folder, model, plan)
     save_tensors(files.weights, model.state_dict(), {"plan": plan.digest})
     write_text(files.plan, plan.to_json())
 
@@ -94,7 +96,7 @@ def load_model_files(plan_path: Path, weights_path: Path) -> nn.Module:
     """`load_model` for a plan and weights in different places."""
     if plan_path.parent.is_file():
         message = f"{plan_path.parent} is a file, not a run folder"
-        raise ArtifactError(message, hint=f"use its folder: {plan_path.parent.parent}")
+        raise ArtifactError(message, hint="use the folder of a run")
     for path in (plan_path, weights_path):
         if not path.is_file():
             message = f"{plan_path.parent} is not a finished run folder: {path.name} is missing"

@@ -90,7 +90,8 @@ def plan(
 ) -> Plan:
     """Choose what to remove from `model`; `prune` carries it out.
 
-    Methods that train (`sero`, `recover`) leave their trained weights in `model`; all others leave it unchanged.
+    It moves `model` to `device`. Methods that change weights leave the new ones in it: `sero` and `recover`, which
+    train, mean gates of SwiGLU models (`gated_ffn`), and `attention_scale="reset"`. Pass a copy to keep the old ones.
 
     Args:
         data: labelled training images: a map-style data set of (image, class) pairs, or an iterable of (images, labels)
@@ -304,8 +305,9 @@ def bench(
         2
     """
     names = RunnerOptions.__dataclass_fields__
-    runner = RunnerOptions(**{name: options.pop(name) for name in list(options) if name in names and name != "batch"})
-    settings = suite.BenchOptions(**options, runner=runner)
+    own = {name: options.pop(name) for name in list(options) if name in names and name != "batch"}
+    runner: RunnerOptions = options_of(RunnerOptions, own, "bench")
+    settings = replace(options_of(suite.BenchOptions, options, "bench"), runner=runner)
     with ExitStack() as stack:
         runners = [stack.enter_context(closing(_open(artifact, runner, n))) for n, artifact in enumerate(artifacts)]
         return suite.compare(runners, settings, progress)

@@ -19,11 +19,11 @@ from vitcompress.exporters.quantize.graph import Form, Quantization
 from vitcompress.exporters.quantize.smooth import Factors, measure_factors
 from vitcompress.exporters.quantize.train import QuantizedTraining
 from vitcompress.io.files import read_json, write_json
-from vitcompress.io.manifest import record_changes
+from vitcompress.io.manifest import check_unchanged, record_changes
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import save_tensors
-from vitcompress.models.checkpoint import load_model_files, read_plan, save_standard, write_model
+from vitcompress.models.checkpoint import load_model_files, read_plan, write_model
 from vitcompress.models.create import input_config
 from vitcompress.pipeline.dense import load_dense, teacher_for, train_model
 from vitcompress.pipeline.job import Job
@@ -64,16 +64,19 @@ class Calibration:
             return self.ranges
         precision, method = self.options.eight_bits or "int8", self.options.calibration_method
         trained = read_json(self.files.trained_ranges) if self.files.trained_ranges.is_file() else {}
+        fixed = dict[str, float]()
         if trained.get("model") == _digest(self.model, precision):
             if self.factors:
                 raise InputError("smooth would change layers whose ranges were trained", hint="omit smooth")
-            return dict(trained["ranges"])
-        images, settings = self._images(), f"{precision} {method}{self.factors or ''}"
+            fixed = trained["ranges"]
+        images, settings = self._images(), f"{precision} {method}{self.factors or ''}{' uint8' * self.options.uint8}"
         cache = self.files.ranges / f"{_digest(self.model, settings, images)}.json"
+        check_unchanged(self.files.path, cache, self.files.trained_ranges)
         self.ranges = dict(read_json(cache)) if cache.is_file() else calibrate(source, images, precision, method)
         if self.files.plan.is_file() and not cache.is_file():
             with record_changes(self.files.path):
                 write_json(cache, self.ranges)
+        self.ranges = {**self.ranges, **fixed}  # layers that a training left in fp32 have none
         return self.ranges
 
     def _images(self) -> Tensor:
@@ -117,8 +120,6 @@ def train_quantized(job: Job) -> None:
     train_model(job, module, job.quantized_training, files.quantized_state, "quantized", files.quantized, controls)
     if job.runtime.is_main:
         save_tensors(files.folded, before, {"plan": plan.digest})
-        if plan.standard:
-            save_standard(files.path, model, plan)
         write_model(files.path, model, plan)
         ranges = {name: float(value) for name, value in module.ranges().items()}
         write_json(files.trained_ranges, {"model": _digest(model, settings.precision), "ranges": ranges})

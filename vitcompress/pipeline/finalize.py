@@ -16,7 +16,7 @@ from vitcompress.bench.report.files import match_rows
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, open_runner
 from vitcompress.io.files import write_json
 from vitcompress.io.run_folder import RunFolder
-from vitcompress.models.checkpoint import load_model, load_model_files, read_plan, save_standard, write_model
+from vitcompress.models.checkpoint import load_model, load_model_files, read_plan, write_model
 from vitcompress.pipeline.export import quarantine_failed, runnable_files
 from vitcompress.pipeline.job import Job
 from vitcompress.pipeline.report import list_names
@@ -32,13 +32,11 @@ def fold_model(job: Job) -> None:
     job.progress.stage("Fold")
     files = job.files
     model, plan = load_model_files(files.unfolded_plan, files.unfolded), read_plan(files.unfolded_plan)
-    # A standard model keeps its LayerScales: timm's model has them.
-    folding = surgery.Folding(plan, ()) if plan.standard else surgery.fold_linears(model, plan)
-    if plan.standard:
-        save_standard(job.folder, model, plan)
-        job.progress.note(f"{files.standard.name} loads strictly into timm's {plan.standard['arch']}")
+    folding = surgery.fold_linears(model, plan)
     write_json(files.folding, [asdict(record) for record in folding.records])
     write_model(job.folder, model, folding.plan)
+    if plan.standard:
+        job.progress.note(f"{files.standard.name} loads strictly into timm's {plan.standard['arch']}")
     ffns = [record for record in folding.records if record.reason != surgery.INTO_THE_LINEAR]
     for record in ffns:
         verb, change = "folded" if record.folded else "not folded", f"{record.params_before} -> {record.params_after}"

@@ -53,9 +53,12 @@ def fold_linears(model: nn.Module, plan: Plan) -> Folding:
     """Fold, in place, every FFN without activation and every LayerScale that follows a linear layer.
 
     plan: the plan of `model` so far. An FFN is folded only if the product is cheaper than the pair. The output changes
-    by rounding only. The attribute `model.plan` is deleted, because it no longer describes the model.
+    by rounding only. The attribute `model.plan` is deleted, because it no longer describes the model. Nothing is folded
+    if the plan names a standard model, which has all of these layers.
     """
     vars(model).pop("plan", None)
+    if plan.standard:
+        return Folding(plan, ())
     family = family_of(model)
     sites = family.sites(model)
     ffns = [site.name for site in sites if site.kind == "ffn"]

@@ -124,7 +124,9 @@ def is_map_style(data: Any) -> bool:
     if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         return False
     first = data[0] if len(data) else None
-    return not (isinstance(first, tuple | list) and isinstance(first[0], Tensor) and first[0].ndim == 4)
+    return first is not None and not (
+        isinstance(first, tuple | list) and isinstance(first[0], Tensor) and first[0].ndim == 4
+    )
 
 
 def as_images(data: Any) -> Images:
@@ -140,6 +142,9 @@ def as_images(data: Any) -> Images:
         return MappedImages(data, "the data set")
     try:
         pairs = [(images.detach().cpu(), labels.cpu()) for images, labels in data]
+        for x, y in pairs:
+            if x.ndim != 4 or y.shape != x.shape[:1] or y.is_floating_point():
+                raise ValueError(f"images {[*x.shape]} with labels {[*y.shape]} of {y.dtype}")
         return ArrayImages(torch.cat([images for images, _ in pairs]), torch.cat([labels for _, labels in pairs]))
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
         message = f"the data is not an iterable of (images, labels) batches: {first_line(error)}"

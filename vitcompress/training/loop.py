@@ -138,7 +138,12 @@ def check_options(options: TrainOptions, train_set: TrainData, heldout: TrainDat
     if share % options.accumulate:
         message = f"{share} images per process cannot be computed in {options.accumulate} equal parts"
         raise InputError(message, hint="use a batch_size that processes * accumulate divides")
-    if options.epochs and not isinstance(train_set, BatchLoader) and options.batch_size > len(train_set):
+    if isinstance(train_set, BatchLoader):
+        names = ("augmentation", *["batch_size"] * (options.lr_base is None))
+        if wrong := [name for name in names if getattr(options, name) != getattr(TrainOptions(), name)]:
+            hint = "omit it, or pass a data set of (image, class) pairs"
+            raise InputError(f"{wrong[0]} has no effect: the training data are batches", hint=hint)
+    elif options.epochs and options.batch_size > len(train_set):
         raise too_few_images(options.batch_size, len(train_set))
     if options.select == "best" and not heldout:
         raise InputError("select = 'best' needs held-out images and there are none", hint="set data.heldout above 0")
