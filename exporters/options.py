@@ -49,9 +49,7 @@ class ExportOptions:
     calibration_method: Annotated[
         Calibration, Doc("how: largest magnitude, 99.99 % of all, least KL divergence, or least squared error")
     ] = "minmax"
-    smooth: Annotated[bool, Doc("in int8 and fp8: move scales of channels from LayerNorms into the next layers")] = (
-        False
-    )
+    smooth: Annotated[bool, Doc("int8 and fp8: move scales of channels from LayerNorms into the next layers")] = False
     uint8: Annotated[
         bool, Doc("the file takes bytes, (batch, height, width, channels) of 0 to 255, and normalises them itself")
     ] = False

@@ -6,7 +6,7 @@ Up to opset 22 attention is decomposed, in patterns that runtimes fuse; from 23 
 import json
 from ast import literal_eval
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
@@ -100,7 +100,7 @@ def export(
     if options.uint8:
         example = torch.zeros(TRACED_BATCH, height, width, channels, dtype=torch.uint8)
     program = _trace(module, example, opset)
-    labels = {**_labels(model, options, about, program), "opset_reason": why}
+    labels = {**_labels(model, options, about), "opset_reason": why}
     metadata = {key: json.dumps(value) for key, value in labels.items()}
     _tidy(program.model, module, metadata, lean)
     files = _write_checked(path, partial(program.save, external_data=external_data))
@@ -126,8 +126,16 @@ def prepare_quantized(
     half = ("pos_embed", *(f"{layer}{WEIGHT}" for layer in stored if layer not in islands))
     half = half if options.precision == "int8" and form == "int32_bias" else ()
     bits, factors = options.weight_bits or (7 if form == "int32_bias" else 8), arguments.get("factors", {})
-    plain = export(rescale(model, factors), path, options=options.only({"opset", "uint8"}), **arguments)
-    ranges = {key: size for key, size in arguments["calibrate"](plain.path).items() if not is_within(key, kept)}
+    arguments["options"], rescaled = options.only({"opset", "uint8"}), rescale(model, factors)
+    plain = source = export(rescaled, path, **arguments)
+    if not arguments.get("lean", True):  # ranges are those of the tokens that are read, in every form
+        source = export(rescaled, path.with_name("lean.onnx"), **{**arguments, "lean": True})
+    ranges: Mapping[str, float] = arguments["calibrate"](source.path)
+    for island in options.islands:
+        if not any(is_within(key, expand_layers(model, (island,))) for key in (*ranges, *ends)):
+            hint = "omit it, or name linear layers"
+            raise InputError(f"the island {island} has no effect in {options.precision}", hint=hint)
+    ranges = {key: size for key, size in ranges.items() if not is_within(key, kept)}
     settings = Quantization(options.eight_bits or "int8", ranges, form, bits, factors, half)
     changes = {"precision": options.precision, "islands": kept, "quantization": asdict(settings)}
     metadata = {**plain.metadata, **{key: json.dumps(value) for key, value in changes.items()}}
@@ -153,11 +161,9 @@ def check_options(options: ExportOptions) -> None:
         raise InputError(
             f"opset {options.opset} has no convolution in bf16", hint=f"use --opset {BF16_FROM} or omit it"
         )
-    eight_bits = [name for name in options.changed() if name in ONLY_EIGHT_BITS]
-    if eight_bits and options.precision not in EIGHT_BITS:
-        raise InputError(
-            f"{eight_bits[0]} has no effect in {options.precision}", hint="omit it, or use --precision int8"
-        )
+    useless = {"int8": (), "fp8": ("weight_bits",)}.get(options.precision, ONLY_EIGHT_BITS)
+    if wrong := [name for name in options.changed() if name in useless]:
+        raise InputError(f"{wrong[0]} has no effect in {options.precision}", hint="omit it, or use --precision int8")
     if options.precision == "fp8" and (options.opset or DEFAULT_OPSET) >= ATTENTION_NODE_FROM:
         raise InputError(
             f"opset {options.opset} exports attention as one node, whose products have no inputs to quantise",
@@ -170,11 +176,11 @@ def check_options(options: ExportOptions) -> None:
         )
 
 
-def _labels(model: nn.Module, options: ExportOptions, about: ModelInfo, program: Any) -> dict[str, object]:
+def _labels(model: nn.Module, options: ExportOptions, about: ModelInfo) -> dict[str, object]:
     """The metadata, with the name of every fp32 layer. Without class names, the classes are numbered."""
     place = "in the first convolution" if can_fold_normalization(model) else "in front"
     return {
-        "classes": list(about.get("classes", ())) or list(map(str, range(program.model.graph.outputs[0].shape[-1]))),
+        "classes": list(about.get("classes", ())) or list(map(str, range(getattr(model, "num_classes", 0)))),
         **about["input"].to_dict(),
         "versions": {
             "vitcompress": vitcompress.__version__,

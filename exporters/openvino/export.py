@@ -141,7 +141,6 @@ def read_contents(path: Path) -> Contents:
 
 
 def _dequantize(values: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    scale = scale if scale.shape in ((), values.shape[-1:]) else scale[:, None]  # of the classifier, in rows
     return values.astype(np.float64) * scale, half_steps(values) * scale
 
 

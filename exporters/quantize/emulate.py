@@ -21,7 +21,7 @@ def round_values(x: Tensor, scale: Tensor | float, precision: str, generator: to
     numbers.
     """
     values, largest = x / scale, LARGEST[precision]
-    clipped = values.clamp(-largest, largest)
+    clipped = values.clamp(-largest - (precision == "int8"), largest)  # int8 has -128, too
     if generator is None:
         rounded = clipped.round() if precision == "int8" else clipped.to(torch.float8_e4m3fn).to(x.dtype)
         return (rounded.detach() + (clipped - clipped.detach())) * scale  # the gradient is that of clipping

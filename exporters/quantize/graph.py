@@ -17,7 +17,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from vitcompress.errors import InputError, PrecisionError
+from vitcompress.errors import PrecisionError
 from vitcompress.exporters.onnx import file
 from vitcompress.exporters.options import EightBits
 from vitcompress.io.validation import options_of
@@ -80,7 +80,7 @@ def quantize(source: Path, target: Path, settings: Quantization, metadata: Mappi
     model, ranges, fp8 = onnx.load(str(source)), settings.ranges, settings.precision == "fp8"
     products = [(n, inputs) for n, inputs in find_products(model, settings.precision) if set(inputs) <= set(ranges)]
     if not products:
-        raise InputError(
+        raise PrecisionError(
             f"no linear layer is left to compute in {settings.precision}", hint="use fewer --islands, or fp32"
         )
     largest, names = dict[str, float](), {node.input[1] for node, _ in products}

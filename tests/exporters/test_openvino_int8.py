@@ -165,7 +165,7 @@ def test_other_precisions_are_rejected(model: nn.Module, tmp_path: Path) -> None
             EXPORTERS[name].check(ExportOptions(**options))
 
 
-@pytest.mark.parametrize(("form", "remedy"), [("onnx", "use --precision fastest"), ("openvino", "use --format onnx")])
+@pytest.mark.parametrize(("form", "remedy"), [("onnx", "--precision fastest"), ("openvino", "use --format onnx")])
 def test_a_file_that_is_slower_than_fp32_is_reported(
     form: str, remedy: str, model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

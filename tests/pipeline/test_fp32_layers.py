@@ -14,7 +14,7 @@ from torch import nn
 
 from vitcompress.bench import suite
 from vitcompress.cli import main
-from vitcompress.errors import DeviceError, InputError, PrecisionError
+from vitcompress.errors import ArtifactError, CheckFailedError, DeviceError, InputError, PrecisionError
 from vitcompress.exporters.base import Exported
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.precision import convert_precision
@@ -22,6 +22,7 @@ from vitcompress.exporters.ranges import scan_ranges
 from vitcompress.exporters.runtimes import EXPORTERS
 from vitcompress.exporters.sidecar import read_sidecar
 from vitcompress.io.checks import Check
+from vitcompress.io.files import read_json
 from vitcompress.io.manifest import find_changes, write_manifest
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
@@ -273,6 +274,54 @@ def test_an_int8_file_in_a_folder_with_a_manifest_is_replaced(tmp_path: Path, is
     for calibration in (3, 2, 2, 3):
         done = search_int8(folder, model, "onnx", islands=islands, calibration=calibration)
         assert done.speed and find_changes(folder) == {}
+
+
+def test_ranges_are_kept_for_each_setting_and_used_only_as_written(tmp_path: Path) -> None:
+    folder, model = tmp_path / "run", plain()
+    write_model(folder, model, plan_of(model))
+    write_manifest(folder)
+    settings: list[dict[str, Any]] = [{"calibration": 2}, {"calibration_method": "entropy"}, {"uint8": True}, {}]
+    ranges = list[Any]()
+    for more in (*settings, *settings):
+        done = search_int8(folder, model, "onnx", islands=(), **more)
+        ranges.append(json.loads(done.metadata["quantization"])["ranges"])
+    files = list(RunFolder(folder).ranges.glob("*.json"))
+    assert ranges[:4] == ranges[4:] and all(ranges[3] != other for other in ranges[:3]) and len(files) == 4
+    for file in files:
+        file.write_text(file.read_text().replace("mlp.fc1", "mlp.fc3"))
+    with pytest.raises(ArtifactError, match="is not as it was written"):
+        search_int8(folder, model, "onnx", islands=())
+
+
+def test_ranges_do_not_depend_on_the_format_that_was_exported_first(tmp_path: Path) -> None:
+    about: list[Any] = []
+    for order in (("onnx", "trt-rtx"), ("trt-rtx", "onnx")):
+        folder, model = tmp_path / order[0], plain()
+        write_model(folder, model, plan_of(model))
+        for name in order:
+            if name in FORMATS:
+                search_int8(folder, model, name, islands=())
+        about.append(read_json(next(RunFolder(folder).ranges.glob("*.json"))))
+    assert about[0] == about[1]
+
+
+def test_a_search_that_needs_every_layer_lists_its_sets(tmp_path: Path) -> None:
+    model = plain()
+    with torch.no_grad():
+        for block in ("blocks.0", "blocks.1"):
+            for norm, layer in (("norm1", "attn.qkv"), ("norm2", "mlp.fc1")):
+                model.get_submodule(f"{block}.{norm}").weight[3].mul_(1000)
+                model.get_submodule(f"{block}.{norm}").bias[3].mul_(1000)
+                model.get_submodule(f"{block}.{layer}").weight[:, 3].div_(1000)
+            for first, channel, second in (("attn.qkv", 32, "attn.proj"), ("mlp.fc1", 0, "mlp.fc2")):
+                layer = model.get_submodule(f"{block}.{first}")
+                layer.weight[channel].mul_(1000)
+                layer.bias[channel].mul_(1000).add_(50 * (first == "mlp.fc1"))
+                model.get_submodule(f"{block}.{second}").weight[:, 0].div_(1000)
+    with pytest.raises(CheckFailedError, match="were tried"):
+        search_int8(tmp_path, model, "onnx")
+    (record,) = (tmp_path / "failed").glob("*.islands.json")
+    assert "no linear layer is left" in record.read_text()
 
 
 def no_device(*arguments: object, **more: object) -> None:

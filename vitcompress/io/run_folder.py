@@ -66,9 +66,7 @@ class RunFolder:
     quantized = Entry("state/quantized.json")
     trained_ranges = Entry("state/trained_ranges.json")  # of the inputs of layers, and the digest of their model
     recorded_outputs = Entry("state/verify.safetensors")  # images, and the outputs of the model for them
-    ranges = Entry(
-        "state/ranges"
-    )  # of inputs of layers, for int8 and fp8; one file for each model, images and settings
+    ranges = Entry("state/ranges")  # of inputs of layers, in int8 and fp8: one file for each model, images and settings
     rejected = Entry("state/refused.json")  # exports that failed a check, and why
     dense = Entry("state/dense")  # the dense model, where the run does not share it with others
 
