@@ -80,7 +80,7 @@ def _cells(report: Report, model: Model, largest: Sequence[int]) -> tuple[str, .
         for key, like in zip(COUNTS, largest, strict=True)
     ]
     checks = "not run" if not verify else "passed" if verify["passed"] else "failed"
-    return top1, *counts, format_speedup(speed[1]) if speed else NOT_MEASURED, checks
+    return top1, *counts, f"{format_speedup(speed[1])}, batch {speed[1]['batch']}" if speed else NOT_MEASURED, checks
 
 
 def _accuracy(report: Report, model: Model = "compressed") -> AccuracyRecord | None:
@@ -88,8 +88,9 @@ def _accuracy(report: Report, model: Model = "compressed") -> AccuracyRecord | N
 
 
 def _speed(report: Report) -> tuple[str, RatioRecord] | None:
-    """Runtime, and the speed of the compressed over the dense model in it, in the first measurement of both."""
-    measured = (pair for entry in report.get("bench") or () for pair in pairs(entry))
+    """Runtime, and the speed of the compressed over the dense model in it, measured first, undisturbed if any was."""
+    entries = sorted(report.get("bench") or (), key=lambda entry: bool(entry["disturbed"]))
+    measured = (pair for entry in entries for pair in pairs(entry))
     return next(((a["runtime"], ratio) for a, _, ratio in measured), None)
 
 

@@ -135,6 +135,15 @@ def test_a_worse_model_stops_before_the_first_step_and_again_when_continued() ->
     assert check("--expect", str(high - 0.01))["failed"] is None and low < high  # only beyond the interval
 
 
+def test_a_finished_run_is_checked_too() -> None:
+    run("--out", "run")
+    before = tree(Path("run"))
+    assert "expected 99 %" in run("--expect", "99", "--out", "run", code=1)["error"]
+    assert "expected 99 %" in check("--expect", "99", "--out", "run", code=1)["failed"]
+    assert check("--expect", "1", "--out", "run")["failed"] is None
+    assert tree(Path("run")) == before
+
+
 def test_a_continued_run_does_not_measure_again(monkeypatch: pytest.MonkeyPatch) -> None:
     text = Path("mine.toml").read_text()
     run("--expect", "99", "--out", "run", code=1)
@@ -168,6 +177,7 @@ def test_a_folder_of_a_training_script_names_its_checkpoints() -> None:
         (["--expect", "90", "--structure-only"], "no images"),
         (["--mean", "0.5,0.5"], "mean has 2 values, the images of vit_tiny_patch16_224 have 3 channels"),
         (["--mean", "nan"], "mean cannot be nan"),
+        (["--mean", "123.7,116.3,103.5"], "numbers from 0 to 1"),
         (["--std", "0"], "std cannot be 0"),
         (["--set", "data.std=[0.5, -1.0, 0.5]"], "data.std[1]"),
         (["--set", "data.interpolation=cubic"], "did you mean bicubic?"),

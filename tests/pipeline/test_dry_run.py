@@ -41,6 +41,7 @@ def dry_run(code: int, *words: str) -> dict[str, Any]:
         ["--out", "taken"],
         ["--set", "finetune.batch_size=5000"],
         ["--set", "finetune.teacher=deit_tiny_patch16_224"],  # from the hub, 1000 classes
+        ["--set", "finetune.teacher=deit_tyni_patch16_224"],
         ["--set", "finetune.teacher=vit_tiny_patch16_224", "--set", "finetune.teacher_weights=none.pth"],
         pytest.param(["--export", "trt"], marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU")),
     ],

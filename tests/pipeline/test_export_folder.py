@@ -78,6 +78,14 @@ def test_invalid_exports_are_rejected(folder: Path, tmp_path: Path) -> None:
     assert not list(folder.glob("*.onnx"))
 
 
+def test_a_run_that_is_not_finished_is_not_exported(folder: Path) -> None:
+    (folder / "recipe.toml").write_text("")
+    with pytest.raises(ArtifactError, match="is not finished"):
+        export_folder(folder)
+    (folder / "report.json").write_text("{}")
+    assert export_folder(folder).path.is_file()
+
+
 def test_doctor_describes_this_machine() -> None:
     facts = doctor.examine()
     assert (

@@ -1,6 +1,7 @@
 """`--precision fastest` measures the candidates, and keeps the fastest one that passes its checks."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ import torch
 from click.testing import CliRunner
 
 from vitcompress.cli import main
+from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.runtimes import EXPORTERS
 from vitcompress.exporters.sidecar import read_sidecar
 from vitcompress.models.checkpoint import write_model
 from vitcompress.models.create import create_model
+from vitcompress.pipeline.fastest import Candidate, options_for
 from vitcompress.plan import Plan
 
 ARCH = "vit_tiny_patch16_224"
@@ -58,6 +61,25 @@ def test_a_candidate_that_fails_its_checks_is_not_chosen(folder: Path) -> None:
     assert (done["code"], done["format"], done["precision"], done["verdict"]) == (0, "openvino", "fp32", "passed")
     assert {row["format"] for row in done["candidates"]} == {"openvino"}
     assert read_sidecar(folder / "model.xml")["verified"]
+
+
+def test_the_name_of_the_file_selects_its_format(folder: Path) -> None:
+    done = export(folder, "--out", str(folder / "served.xml"))
+    assert done["code"] == 0 and {row["format"] for row in done["candidates"]} == {"openvino"}
+
+
+def test_a_format_that_does_not_run_here_is_rejected_at_once(folder: Path) -> None:
+    if (reason := EXPORTERS["trt-rtx"].cannot_run()) is None:
+        pytest.skip("it runs")
+    done = export(folder, "--format", "trt-rtx")
+    assert done["code"] == 2 and reason in done["error"] and "tmp" not in done["error"]
+
+
+def test_options_of_int8_do_not_keep_fp32_from_being_chosen() -> None:
+    options = ExportOptions(calibration=32, smooth=True, islands=("blocks.0.mlp",), uint8=True)
+    assert options_for(options, Candidate("onnx", "fp32")) == ExportOptions(uint8=True)
+    kept = options_for(options, Candidate("openvino", "int8+bf16"))
+    assert kept == replace(options, precision="int8+bf16")
 
 
 def test_a_folder_that_cannot_be_exported_is_the_error(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Verify, export, measure, evaluate and show what runs wrote; and what this machine can do."""
 
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -77,9 +76,10 @@ def export(
     with show_progress() as progress:
         from vitcompress.cli.output import tables
         from vitcompress.exporters.options import ExportOptions
+        from vitcompress.exporters.runtimes import EXPORTERS
         from vitcompress.io.manifest import record_changes
         from vitcompress.pipeline.export_folder import export_folder, sign_artifact, verify_export
-        from vitcompress.pipeline.fastest import FASTEST, FORMATS, choose_fastest
+        from vitcompress.pipeline.fastest import FASTEST, FORMATS, choose_fastest, options_for
         from vitcompress.pipeline.report import refresh_reports
 
         note_without_manifest([folder], progress)
@@ -87,9 +87,10 @@ def export(
         settings = ExportOptions(**{key: value for key, value in options.items() if value not in (None, ())})
         candidates: list[Any] = []
         if settings.precision == FASTEST:
-            formats = (name,) if name else FORMATS
+            fitting = tuple(form for form in FORMATS if not out or EXPORTERS[form].file_suffix == out.suffix)
+            formats = (name,) if name else fitting or FORMATS
             best, candidates = choose_fastest(folder, formats, settings, dense=dense, progress=progress)
-            name, settings = best.format, replace(settings, precision=best.precision)
+            name, settings = best.format, options_for(settings, best)
         done = export_folder(folder, name or "onnx", options=settings, out=out, dense=dense, progress=progress)
         with record_changes(folder):
             outcome = verify_export(folder, done, progress, dense=dense)

@@ -52,6 +52,12 @@ def _capability(word: str) -> int:
     return int(word.lower().removeprefix("sm").removeprefix("_").replace(".", ""))
 
 
+def _share(word: str) -> float:
+    if float(word) < 0 or float(word) > 1:
+        raise ValueError(word)
+    return float(word)
+
+
 def _positive(word: str) -> int:
     if not 1 <= int(word) <= MOST:
         raise ValueError(word)
@@ -67,7 +73,7 @@ parse_words = parse_list(str, "names")
 parse_formats = parse_list(lambda word: ALIASES.get(word.lower(), word), "formats")
 parse_capabilities = parse_list(_capability, "compute capabilities, as in 80,8.9")
 parse_batches = parse_list(_positive, "numbers from 1 to 1048576, as in 1,8,64")
-parse_floats = parse_list(float, "numbers, as in 0.485,0.456,0.406")
+parse_shares = parse_list(_share, "numbers from 0 to 1, as in 0.485,0.456,0.406; divide those of bytes by 255")
 
 
 def parse_batch_range(value: str) -> tuple[int, ...]:
@@ -151,8 +157,8 @@ export_options = add_options(
 # Fields of Preprocessing, as in timm.
 FILTERS = ["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]
 preprocessing_options = add_options(
-    option("--mean", "Mean per channel, of pixels from 0 to 1.", parse_floats, "V,V,V"),
-    option("--std", "Standard deviation per channel.", parse_floats, "V,V,V"),
+    option("--mean", "Mean per channel, of pixels from 0 to 1.", parse_shares, "V,V,V"),
+    option("--std", "Standard deviation per channel.", parse_shares, "V,V,V"),
     option("--interpolation", "Interpolation for resizing images.", click.Choice(FILTERS)),
     option("--crop-pct", "Side of the crop, as a share of the resized side.", click.FloatRange(0, 1, min_open=True)),
     option("--crop-mode", "How to crop.", click.Choice(["center", "squash", "border"])),

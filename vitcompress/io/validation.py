@@ -107,7 +107,7 @@ def keys_hint(problems: Iterable[str], steps: Any) -> str | None:
     if not any(UNKNOWN_KEY in problem for problem in problems):
         return None
     named = [step.get("method") for step in steps if isinstance(step, dict)] if isinstance(steps, list) else []
-    return f"`vitcompress recipes keys {next(filter(None, named), 'NAME')}` lists all keys"
+    return f"`vitcompress recipes keys {next(filter(None, named), 'NAME')} --all` lists all keys"
 
 
 def _describe(item: Any, root: type[BaseModel]) -> str:

@@ -14,7 +14,7 @@ from vitcompress.io.manifest import check_unchanged, read_manifest, write_manife
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.text import describe_value
 from vitcompress.models.checkpoint import load_model, write_model
-from vitcompress.models.create import create_model, randomize_constants
+from vitcompress.models.create import check_arguments, create_model, randomize_constants
 from vitcompress.models.weights import hub_classes, read_source
 from vitcompress.pipeline.folder import lock_folder, record_settings, remove_unfinished
 from vitcompress.pipeline.job import Job
@@ -254,6 +254,7 @@ def check_teacher(job: Job, *, download: bool = True) -> None:
             hint="use distillation = 'soft' or 'hard'",
         )
     if not download and is_downloaded(job):
+        check_arguments(str(finetune.teacher), {})
         return _check_classes(job, hub_classes(str(finetune.teacher)))
     teacher = (_load_teacher(job) or deepcopy(job.blank)).to("meta")
     _check_classes(job, int(getattr(teacher, "num_classes", 0)))

@@ -97,7 +97,7 @@ def dry_run_recipe(recipe: Recipe, options: RunOptions, *, check: bool = False) 
         [f"all is done: {folder}; --fresh starts over"] if done else [*no_path, *_notes(job)],
         job.resolved.settings,
     )
-    return _check_dense(job, plan) if check and not missing and not done else plan
+    return _check_dense(job, plan) if check and not missing else plan
 
 
 def _check_dense(job: Job, plan: DryRun) -> DryRun:

@@ -100,7 +100,7 @@ def compare_with_fp32(exported: Exported, write: Callable[[Path], Exported]) -> 
         return exported
     ratio = {**bench.ratios[0], "a": "fp32", "b": exported.precision}
     reason = None if exported.format == "onnx" else hardware.slow_reason(exported.precision)
-    slow = f": {ratio['verdict']} here; {reason or 'use --precision fastest'}"
+    slow = f": {ratio['verdict']} here; {reason or '--precision fastest measures the others'}"
     text = f"{exported.precision} over fp32 {format_speedup(ratio)}{slow * (ratio['verdict'] != 'faster')}"
     warnings = [*exported.build.get("warnings", ()), text, *bench.disturbed]
     return write_sidecar(replace(exported, speed=ratio, build={**exported.build, "warnings": warnings}))

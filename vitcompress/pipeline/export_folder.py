@@ -92,6 +92,8 @@ def _source(folder: Path, dense: bool) -> RunFolder:
             f"the dense model of {folder} is missing: there is no {files.plan}",
             hint=f"copy {files.path} from the machine of the run, or omit --dense",
         )
+    if (run := RunFolder(folder)).recipe.is_file() and not run.report.is_file():
+        raise ArtifactError(f"the run in {folder} is not finished", hint="repeat its command, which continues it")
     return files
 
 

@@ -33,6 +33,12 @@ class Candidate:
     speedup: str = ""
 
 
+def options_for(options: ExportOptions, candidate: Candidate) -> ExportOptions:
+    """`options` in the precision of `candidate`, without those that have no effect in it."""
+    useless = set() if "int8" in candidate.precision else {*ONLY_EIGHT_BITS, "islands"}
+    return replace(options.only(DEFAULTS.keys() - useless), precision=candidate.precision)
+
+
 def choose_fastest(
     folder: Path, formats: Sequence[str], options: ExportOptions, *, dense: bool, progress: Progress
 ) -> tuple[Candidate, list[Candidate]]:
@@ -40,12 +46,13 @@ def choose_fastest(
 
     Raises CheckFailedError if none passes, and the first InputError if none can be exported and run.
     """
+    if reason := next(filter(None, (find_exporter(name).cannot_run() for name in formats)), None):
+        raise InputError(f"{', '.join(formats)} files cannot be measured here: {reason}", hint="use another --format")
     candidates = [Candidate(*pair) for pair in product(formats, PRECISIONS)]
     exports, problem = list[tuple[Candidate, Exported]](), None
     with TemporaryDirectory(prefix="vitcompress-") as temporary:
         for candidate in candidates:
-            usable = options if "int8" in candidate.precision else options.only(DEFAULTS.keys() - {*ONLY_EIGHT_BITS})
-            own = replace(usable, precision=candidate.precision)
+            own = options_for(options, candidate)
             path = Path(temporary) / f"{candidate.format}{own.label}{find_exporter(candidate.format).file_suffix}"
             progress.stage(f"Export {path.name}")
             try:
