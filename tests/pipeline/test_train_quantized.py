@@ -73,6 +73,22 @@ def test_a_finished_run_continues_with_the_trained_ranges(finished: RunFolder) -
     assert json.loads(labels["quantization"])["ranges"] == {k: pytest.approx(v) for k, v in trained.items()}
 
 
+def test_layers_that_were_trained_in_fp32_are_measured_for_an_export_in_int8(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text, folder = SMALL + TABLES + 'islands = ["blocks.0.attn"]\n', tmp_path / "run"
+    (tmp_path / "recipe.toml").write_text(text)
+    code, output = run("recipe", str(tmp_path / "recipe.toml"), "--out", str(folder))
+    assert code == 0, output
+    code, output = run("export", str(folder), "--precision", "int8", "--calibration", "32", "--out", "all.onnx")
+    trained = read_json(RunFolder(folder).trained_ranges)["ranges"]
+    labels = {entry.key: entry.value for entry in onnx.load("all.onnx").metadata_props}
+    ranges = json.loads(labels["quantization"])["ranges"]
+    assert code == 0 and set(ranges) - set(trained) == {"blocks.0.attn.qkv", "blocks.0.attn.proj"}
+    assert {name: ranges[name] for name in trained} == {name: pytest.approx(v) for name, v in trained.items()}
+
+
 def test_a_file_with_other_ranges_fails(finished: RunFolder, tmp_path: Path) -> None:
     path = next(finished.path.glob("model*.onnx"))
     model, copy = onnx.load(str(path)), tmp_path / path.name

@@ -95,8 +95,9 @@ def load_model(folder: str | Path, device: str | torch.device = "cpu") -> nn.Mod
 def load_model_files(plan_path: Path, weights_path: Path) -> nn.Module:
     """`load_model` for a plan and weights in different places."""
     if plan_path.parent.is_file():
-        message = f"{plan_path.parent} is a file, not a run folder"
-        raise ArtifactError(message, hint="use the folder of a run")
+        message, folder = f"{plan_path.parent} is a file, not a run folder", plan_path.parent.parent
+        is_run = RunFolder(folder).plan.is_file()
+        raise ArtifactError(message, hint=f"use its folder: {folder}" if is_run else "use the folder of a run")
     for path in (plan_path, weights_path):
         if not path.is_file():
             message = f"{plan_path.parent} is not a finished run folder: {path.name} is missing"
