@@ -1,6 +1,7 @@
 """A report shows what was measured."""
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +245,20 @@ def test_runs_side_by_side(measured: tuple[Path, dict[str, object]], tmp_path: P
         compare.plot(comparison["runs"], tmp_path / "plot.exe")
     with pytest.raises(ArtifactError):
         run.read_report(tmp_path)
+
+
+def test_an_undisturbed_measurement_is_compared_with_its_batch_size(measured: tuple[Path, dict[str, Any]]) -> None:
+    report = deepcopy(measured[1])
+    entry = report["bench"][0]
+    disturbed = deepcopy(entry)
+    disturbed["disturbed"], disturbed["ratios"][0]["median"] = ["another process"], 99.0
+
+    def cells(*entries: Any) -> str:
+        runs: Any = {"run": {**report, "bench": list(entries)}}
+        return " | ".join(compare.compare_runs(runs)["table"]["rows"][1])
+
+    assert "batch 2" in cells(disturbed, entry) and "99" not in cells(disturbed, entry)
+    assert "99" in cells(disturbed)
 
 
 def test_what_the_plot_shows(measured: tuple[Path, dict[str, object]], tmp_path: Path) -> None:

@@ -79,7 +79,8 @@ def test_a_folder_or_another_file_instead_of_a_recipe() -> None:
 
 
 def test_an_index_that_a_recipe_does_not_have() -> None:
-    assert "there is no number 7, but 0\n" in expect_error("recipe", "small.toml", "--set", "step.7.pruned_layers=1")
+    message = expect_error("recipe", "small.toml", "--set", "step.7.pruned_layers=1")
+    assert "no entry 7: numbers start at 0 (here: 0)\n" in message
 
 
 def test_a_file_instead_of_a_folder_of_images() -> None:

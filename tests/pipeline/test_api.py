@@ -136,6 +136,10 @@ def test_models_of_timm_itself_are_taken() -> None:
         (lambda: vc.plan(model(), "isomorphic", []), "batches"),
         (lambda: vc.bench([model()], bach=1), "did you mean batch"),
         (lambda: vc.bench([model()], threads="two"), "threads"),
+        (lambda: vc.bench([]), "nothing to measure"),
+        (lambda: vc.export(model(), "x.onnx", class_names=["cat"]), "1 class names, but the model has 4 classes"),
+        (lambda: vc.plan(model(), "nose", [(batches()[0][0] * float("nan"), batches()[0][1])]), "not finite"),
+        (lambda: vc.plan(model(), "isomorphic", [(batches()[0][0].byte(), batches()[0][1])]), "uint8"),
     ],
 )
 def test_mistakes_are_reported(call: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

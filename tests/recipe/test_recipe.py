@@ -209,7 +209,7 @@ def test_set_without_a_value_removes_a_key(file: Path) -> None:
         ("finetune.epochs=3 4", "is not a TOML value"),
         ("finetune.epochs=1\nmodel.name = 2", "is not a TOML value"),
         ("step.pruned_layers=3", "write its number"),
-        ("step[4].pruned_layers=3", "there is no number 4"),
+        ("step[4].pruned_layers=3", "no entry 4: numbers start at 0"),
         ("finetune.epochs.more=3", "no such place"),
         ("finetune.epoch=3", "unknown key, did you mean epochs?"),
         ("finetune.epochs=many", "got 'many', expected a whole number"),

@@ -20,8 +20,8 @@ FORMAT = 1
 PACKAGES = ("vitcompress", "torch", "timm", "onnx", "onnxruntime", "onnxruntime-gpu")
 AMENDED = {".json", ".md", ".html"}  # suffixes of files that commands read and write back; others they replace
 REMEDY = (
-    "restore it from a copy; to accept the folder as it is, delete manifest.json and run `vitcompress verify DIR "
-    "--adopt`, which checks everything else"
+    "restore it from a copy; to accept the folder as it is, remove manifest.json, if it is there, and run "
+    "`vitcompress verify DIR --adopt`, which checks everything else"
 )
 
 

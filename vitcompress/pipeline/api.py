@@ -305,6 +305,8 @@ def bench(
         2
     """
     names = RunnerOptions.__dataclass_fields__
+    if not artifacts:
+        raise InputError("there is nothing to measure", hint="pass models or files")
     own = {name: options.pop(name) for name in list(options) if name in names and name != "batch"}
     runner: RunnerOptions = options_of(RunnerOptions, own, "bench")
     settings = replace(options_of(suite.BenchOptions, options, "bench"), runner=runner)

@@ -94,7 +94,7 @@ def dry_run_recipe(recipe: Recipe, options: RunOptions, *, check: bool = False) 
         describe_choice(recipe, searched=False),
         {} if unopened else {"dense": count_cost(job.blank, job.input.size), "compressed": count_final_cost(job)},
         missing,
-        [f"all is done: {folder}; --fresh starts over"] if done else [*no_path, *_notes(job)],
+        [f"all is done: {folder}; --fresh starts over"] if done and not missing else [*no_path, *_notes(job)],
         job.resolved.settings,
     )
     return _check_dense(job, plan) if check and not missing else plan

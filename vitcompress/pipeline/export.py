@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from vitcompress.bench import suite
-from vitcompress.errors import ArtifactError, CheckFailedError, DeviceError, PrecisionError
+from vitcompress.errors import ArtifactError, CheckFailedError, DeviceError, InputError, PrecisionError
 from vitcompress.exporters.base import Exported, Exporter, ModelInfo, write_sidecar
 from vitcompress.exporters.onnx.export import prepare_quantized
 from vitcompress.exporters.options import AUTO, ONLY_EIGHT_BITS, ExportOptions
@@ -67,6 +67,8 @@ def write_export(
     model, result = original.model, None
     exporter.check_model(model, options)
     classes = classes or class_names_of(model)
+    if classes and len(classes) != (count := getattr(model, "num_classes", None)):
+        raise InputError(f"{len(classes)} class names, but the model has {count} classes")
     about: ModelInfo = {"input": input_config(model), "classes": classes, "plan_digest": plan_of(model).digest}
     if calibration is not None:
         about |= {"calibrate": calibration, "factors": calibration.factors}

@@ -183,7 +183,7 @@ def assign(data: dict[str, object], assignment: str) -> str | None:
     for number, part in enumerate(path):
         last = number == len(path) - 1
         if isinstance(target, list) and isinstance(part, int) and part >= len(target):
-            return f"--set {shown}   there is no number {part}, but {format_range(0, len(target) - 1)}"
+            return f"--set {shown}   no entry {part}: numbers start at 0 (here: {format_range(0, len(target) - 1)})"
         if isinstance(target, list) and (not isinstance(part, int) or (last and value is REMOVED)):
             return f"--set {shown}   a list of {len(target)}: write its number, as in step.0.method"
         if not isinstance(target, list) and not (isinstance(target, dict) and isinstance(part, str)):

@@ -143,8 +143,10 @@ def as_images(data: Any) -> Images:
     try:
         pairs = [(images.detach().cpu(), labels.cpu()) for images, labels in data]
         for x, y in pairs:
-            if x.ndim != 4 or y.shape != x.shape[:1] or y.is_floating_point():
-                raise ValueError(f"images {[*x.shape]} with labels {[*y.shape]} of {y.dtype}")
+            if x.ndim != 4 or y.shape != x.shape[:1] or y.is_floating_point() or not x.is_floating_point():
+                raise ValueError(f"images {[*x.shape]} of {x.dtype} with labels {[*y.shape]} of {y.dtype}")
+            if not x.isfinite().all():
+                raise ValueError("an image has values that are not finite")
         return ArrayImages(torch.cat([images for images, _ in pairs]), torch.cat([labels for _, labels in pairs]))
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
         message = f"the data is not an iterable of (images, labels) batches: {first_line(error)}"
