@@ -290,8 +290,9 @@ def _conditions(entries: Sequence[records.BenchRecord]) -> list[str]:
     machine, row = entries[0]["machine"], entries[0]["rows"][0]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     hardware = ", ".join([machine["cpu"], f"{machine['cpu_cores_usable']} cores", *machine["gpus"]])
-    tf32 = "; ".join(f"{e['rows'][0]['runtime']}: TF32 {'on' if e['rows'][0]['tf32'] else 'off'}" for e in entries)
-    settings = f"Measured on {hardware}; {versions}. Artifacts are interleaved; input: {row['input']}. {tf32}."
+    tf32 = [f"{e['rows'][0]['runtime']}: TF32 {'on' if e['rows'][0]['tf32'] else 'off'}" for e in entries]
+    about = "; ".join(dict.fromkeys(tf32))
+    settings = f"Measured on {hardware}; {versions}. Artifacts are interleaved; input: {row['input']}. {about}."
     return [escape_markdown(settings), "\n".join(map(escape_markdown, list_warnings(entries)))]
 
 

@@ -56,6 +56,17 @@ def test_an_error_as_data_keeps_the_problems_apart() -> None:
     assert "2 problems" in data["error"] and data["kind"] == "RecipeError"
 
 
+@pytest.mark.parametrize(("columns", "rendered"), [(80, False), (160, True)])
+def test_tables_of_a_document_are_not_cut(columns: int, rendered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"a long name of column {number}" for number in range(5)]
+    text = f"| {' | '.join(names)} |\n|{' --- |' * 5}\n| {' | '.join(names)} |\n"
+    monkeypatch.setattr(sys, "stdout", shown := Terminal())
+    monkeypatch.setenv("COLUMNS", str(columns))
+    terminal.print_document(text, "markdown")
+    assert all(shown.getvalue().count(name) == 2 for name in names)
+    assert ("---" in shown.getvalue()) is not rendered
+
+
 def test_standard_output_has_only_json(capsys: pytest.CaptureFixture[str]) -> None:
     print_json({"a": [1, 2.5], "b": None})
     out, err = capsys.readouterr()

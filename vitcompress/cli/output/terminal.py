@@ -25,6 +25,7 @@ from vitcompress.io.text import Table
 
 PIPE_WIDTH = 120
 UNLIMITED = 10_000  # characters
+WIDE = 120  # a narrower terminal would cut figures in the tables of a rendered document
 STYLES = {"passed": "green", "failed": "bold red", "not run": "yellow"}
 TITLES = {InputError: "invalid input", CheckFailedError: "check failed"}
 
@@ -59,12 +60,13 @@ def print_line(text: str) -> None:
 
 
 def print_document(text: str, kind: Literal["toml", "markdown"]) -> None:
-    """A document on standard output, coloured or rendered in a terminal."""
-    if sys.stdout is None or not sys.stdout.isatty():
+    """A document on standard output, coloured or, in a wide terminal, rendered."""
+    console = None if sys.stdout is None or not sys.stdout.isatty() else stream_console(stderr=False)
+    if console is None or (kind == "markdown" and console.width < WIDE):
         return print_text(text)
     text = printable(text)
     rendered = Markdown(text) if kind == "markdown" else Syntax(text, kind, background_color="default")
-    stream_console(stderr=False).print(rendered)
+    console.print(rendered)
 
 
 def print_table(table: Table, *, wrap: bool = False) -> None:
