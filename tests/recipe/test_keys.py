@@ -78,7 +78,7 @@ def test_the_command_and_the_hint_at_an_unknown_key(tmp_path: Path, monkeypatch:
     listed = json.loads(CliRunner().invoke(cli.main, ["recipes", "keys", "random", "--json"]).stdout)
     assert listed[0]["key"].startswith("step.0.")
     message = expect_error("recipe", "small.toml", "--set", "step.0.prunedlayers=3")
-    assert "unknown key" in message and "`vitcompress recipes keys random`" in message
+    assert "unknown key" in message and "`vitcompress recipes keys random --all`" in message
     assert "keys" not in expect_error("recipe", "small.toml", "--set", "finetune.epochs=-1")
     assert "no recipe" in expect_error("recipes", "keys", "nosuch")
 
