@@ -14,7 +14,6 @@ from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.pipeline import dense, finalize, prune, report
 from vitcompress.pipeline.calibration import train_quantized
-from vitcompress.pipeline.dense import check_dense
 from vitcompress.pipeline.export import export_models
 from vitcompress.pipeline.folder import check_folder, dense_folder, open_folder
 from vitcompress.pipeline.job import Job, RunOptions, apply_options
@@ -117,7 +116,7 @@ def run_recipe(
         if runtime.broadcast(options.is_done(RunFolder(folder))):
             progress.note(f"all is done: {folder}; --fresh starts over")
             if options.expect is not None:
-                check_dense(prepare(recipe, options, runtime, progress, data))
+                dense.check_dense(prepare(recipe, options, runtime, progress, data))
             unlisted = runtime.is_main and not RunFolder(folder).manifest.is_file()
             if unlisted and read_report(folder).get("manifest"):  # stopped before it wrote its last file
                 progress.stage("Verify")
