@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,23 @@ def test_values_beyond_the_range_are_clipped_as_in_the_file(tmp_path: Path) -> N
     assert float((served - emulated).abs().max()) < 1e-6 * float(served.abs().max())
 
 
+@pytest.mark.parametrize("form", ["int32_bias", "float_bias"])
+def test_biases_are_rounded_as_in_the_file(tmp_path: Path, form: Any) -> None:
+    """With a range so large that every input rounds to 0, the layer returns its bias in the steps of the products."""
+    exact = model()
+    plain = export(exact, tmp_path / "plain.onnx", input=input_config(exact)).path
+    settings = Quantization("int8", {LAYERS[5]: 1e6}, form, 8)
+    quantize(plain, tmp_path / "model.onnx", settings)
+    with torch.no_grad(), EightBitProducts(exact, settings):
+        emulated = exact(X)
+    served = rounded_logits(tmp_path / "model.onnx", X)
+    assert float((served - emulated).abs().max()) < 1e-6 * float(served.abs().max())
+    bias = exact.get_submodule(LAYERS[5]).bias
+    with torch.no_grad(), EightBitProducts(exact, replace(settings, form="float_bias")):
+        unrounded = exact(X)
+    assert bias.abs().max() > 0 and (float((unrounded - emulated).abs().max()) > 1e-3) is (form == "int32_bias")
+
+
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
 def test_the_forms_share_one_calibration(file: Callable[..., Exported], precision: str) -> None:
     ours, theirs = (file(precision=precision, form=form) for form in ("int32_bias", "float_bias"))
@@ -212,6 +230,35 @@ def test_other_methods_cut_off_at_most_the_largest_values(tmp_path: Path, method
     assert all(0 < ranges[layer] <= largest[layer] * (1 + 1e-6) for layer in LAYERS) and ranges != largest
     if method == "percentile":  # hardly any value is beyond; also where they are negative
         assert all(ranges[layer] > 0.8 * largest[layer] for layer in LAYERS)
+
+
+def test_percentile_leaves_out_one_value_of_ten_thousand(tmp_path: Path) -> None:
+    exact = model()
+    plain, inputs = export(exact, tmp_path / "plain.onnx", input=input_config(exact)).path, dict[str, torch.Tensor]()
+    for name in LAYERS:
+        exact.get_submodule(name).register_forward_pre_hook(
+            lambda _, args, name=name: inputs.update({name: args[0].detach().abs().flatten()})
+        )
+    many = torch.randn(200, *X.shape[1:], generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        exact(many)
+    ranges = calibrate(plain, many, "int8", "percentile")
+    beyond = [float((values > ranges[name]).double().mean()) for name, values in inputs.items()]
+    assert 5e-5 < sum(beyond) / len(beyond) < 4e-4  # the histograms of the tails are coarse
+
+
+def test_random_errors_are_at_most_those_of_rounding() -> None:
+    """Half the distance to the next number of E4M3: 4 significant bits, and a smallest normal number of 2^-6."""
+    x = torch.logspace(-3, 2.6, 100_000)
+    for precision, rounding in (
+        ("int8", torch.full_like(x, 0.5)),
+        ("fp8", 2.0 ** (x.log2().floor().clamp(min=-6) - 4)),
+    ):
+        values = x.clamp(max=100) if precision == "int8" else x
+        random = round_values(values, 1.0, precision, torch.Generator().manual_seed(0)) - values
+        rounded = round_values(values, 1.0, precision) - values
+        for errors in (random, rounded):
+            assert 0.99 < float((errors.abs() / rounding).max()) < 1.0001
 
 
 def test_islands_without_a_product_are_rejected(tmp_path: Path) -> None:

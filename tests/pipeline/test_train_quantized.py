@@ -1,6 +1,7 @@
 """The folded model is trained in int8, and its file computes what it was trained to compute."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,18 @@ from command_line import begin, expect_error
 from whole_runs import SMALL
 
 from vitcompress import cli
+from vitcompress.exporters.onnx.export import export
+from vitcompress.exporters.quantize.calibrate import calibrate
 from vitcompress.exporters.runtimes import EXPORTERS
 from vitcompress.exporters.sidecar import read_sidecar
 from vitcompress.io.files import read_json
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import load_tensors
-from vitcompress.models.checkpoint import load_model
+from vitcompress.models.checkpoint import load_model, load_model_files
+from vitcompress.models.create import input_config
+from vitcompress.recipe.load import load_recipe_of_run
+from vitcompress.training.data import open_data
+from vitcompress.training.metrics import calibration_images
 from vitcompress.verify.outputs import Original, output_checks
 
 TABLES = """
@@ -54,6 +61,24 @@ def test_the_file_has_the_trained_weights_and_ranges(finished: RunFolder) -> Non
     assert written == {name: pytest.approx(value) for name, value in trained.items()}
     calibrated = [read_json(file) for file in finished.ranges.glob("*.json")]
     assert written not in calibrated and any(written.keys() <= ranges.keys() for ranges in calibrated)
+
+
+def test_ranges_are_measured_on_images_of_the_training_data(finished: RunFolder, tmp_path: Path) -> None:
+    """By the training in int8, which begins with the folded weights, by the export of the run, and by a later one."""
+    later = RunFolder(tmp_path / "run")
+    shutil.copytree(finished.path, later.path)
+    options = ("--precision", "int8", "--calibration", "24", "--out", str(tmp_path / "model.onnx"))
+    assert run("export", str(later.path), *options)[0] == 0
+    recipe = load_recipe_of_run(finished.recipe)
+    data = open_data(recipe.data, recipe.run.seed)
+    known = [read_json(file) for file in later.ranges.glob("*.json")]
+    for weights, count in ((finished.folded, 32), (finished.weights, 32), (finished.weights, 24)):
+        model = load_model_files(finished.plan, weights)
+        plain = export(model, tmp_path / "plain.onnx", input=input_config(model)).path
+        for source, same in ((data.train, True), (data.heldout, False), (data.test, False)):
+            images = calibration_images(source, input_config(model), count, recipe.run.seed)
+            ranges = {name: pytest.approx(value, rel=1e-4) for name, value in calibrate(plain, images, "int8").items()}
+            assert (ranges in known) is same
 
 
 def test_all_checks_pass_and_name_the_folded_model(finished: RunFolder) -> None:
