@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitcompress.errors import ArtifactError, DeviceError, InputError, VitcompressError
+from vitcompress.errors import ArtifactError, InputError, VitcompressError
 from vitcompress.exporters.uint8 import to_bytes
 from vitcompress.io.text import format_range
 from vitcompress.models.create import InputConfig
@@ -211,14 +211,6 @@ class Runner(ABC):
 
     def _prepare(self, images: Tensor) -> np.ndarray:
         return prepare_input(images, self.input, uint8=self.takes_bytes)
-
-
-def parse_device(device: str) -> tuple[str, int]:
-    """`cuda:1` -> ("cuda", 1). Raises DeviceError for unknown devices."""
-    kind, colon, index = device.partition(":")
-    if kind not in ("cpu", "cuda", "mps") or (colon and not index.isdecimal()):
-        raise DeviceError(f"device {device!r} is unknown", hint="use cpu, cuda, cuda:N or mps")
-    return kind, int(index or 0)
 
 
 def check_batch(name: str, allowed: Sequence[int], images: int) -> None:

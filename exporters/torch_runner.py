@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitcompress.errors import DeviceError, InputError
-from vitcompress.exporters.runner import BoundCall, QueuedCall, Runner, RunnerOptions, parse_device
+from vitcompress.exporters.runner import BoundCall, QueuedCall, Runner, RunnerOptions
 from vitcompress.io import hardware
 from vitcompress.models.create import input_config
+from vitcompress.training.distributed import check_device
 
 TIMM = "timm:"  # prefix of names of models that timm builds
 TORCH_TYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -40,7 +41,7 @@ class TorchRunner(Runner):
     ) -> None:
         super().__init__(name, options or RunnerOptions(), "torch")
         self._sha256 = sha256
-        self._device = _torch_device(self._options)
+        self._device = check_device(self._options.device or "cpu", "none")
         self._precision = self._options.precision or "fp32"
         _check_options(self._options, self._device, self._precision)
         self._threads = self._options.threads or torch.get_num_threads()
@@ -139,18 +140,6 @@ def _compile(model: nn.Module, settings: ExitStack) -> Callable[..., Any]:
     settings.enter_context(patch(**limits, fail_on_recompile_limit_hit=True))
     compiled: Callable[..., Any] = torch.compile(model, dynamic=False)
     return compiled
-
-
-def _torch_device(options: RunnerOptions) -> torch.device:
-    kind, index = parse_device(options.device or "cpu")
-    available = {"cpu": 1, "cuda": hardware.count_gpus(), "mps": int(torch.backends.mps.is_available())}[kind]
-    if index >= available:
-        reason = hardware.cuda_reason() if kind == "cuda" else ""
-        raise DeviceError(
-            f"device {options.device!r} is not available, torch finds {available} of that kind here{reason}",
-            hint="use --device cpu, or run on a machine that has one",
-        )
-    return torch.device(kind, index) if kind == "cuda" else torch.device(kind)
 
 
 def _check_options(options: RunnerOptions, device: torch.device, precision: str) -> None:

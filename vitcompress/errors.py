@@ -31,7 +31,7 @@ class CheckFailedError(VitcompressError):
 
 
 class InputError(VitcompressError):
-    """Invalid input; nothing was written."""
+    """Invalid input, so that nothing was written; or an output that cannot be written."""
 
     exit_code = 2
 

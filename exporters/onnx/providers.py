@@ -13,7 +13,7 @@ from vitcompress.errors import DeviceError, InputError, did_you_mean
 from vitcompress.exporters.onnx import libraries
 from vitcompress.exporters.onnx.libraries import RTX, load_onnxruntime
 from vitcompress.exporters.options import Precision
-from vitcompress.exporters.runner import RunnerOptions, parse_device
+from vitcompress.exporters.runner import RunnerOptions
 from vitcompress.io import hardware
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
@@ -147,7 +147,7 @@ def choose_provider(device: str | None, name: str | None) -> tuple[Provider, str
             f"there is no execution provider {name!r}{close}", hint=f"the providers are {', '.join(PROVIDERS)}"
         )
     device = device or (PROVIDERS[name].device if name else "cpu")
-    kind, index = parse_device(device)
+    kind, index = hardware.parse_device(device)
     provider = PROVIDERS[name or DEFAULTS[kind]]
     if provider.device != kind:
         raise DeviceError(

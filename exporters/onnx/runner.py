@@ -14,10 +14,10 @@ from vitcompress.errors import ArtifactError, DeviceError, VitcompressError
 from vitcompress.exporters.onnx import file, libraries, providers
 from vitcompress.exporters.onnx.providers import CPU, ProviderSettings
 from vitcompress.exporters.options import DEFAULTS
-from vitcompress.exporters.runner import BoundCall, QueuedCall, Runner, RunnerOptions, check_batch, parse_device
+from vitcompress.exporters.runner import BoundCall, QueuedCall, Runner, RunnerOptions, check_batch
 from vitcompress.exporters.sidecar import check_sha256, read_input
+from vitcompress.io import hardware
 from vitcompress.io.files import decode_json_values
-from vitcompress.io.hardware import package_versions
 
 LOG_WARNINGS, LOG_ERRORS, LOG_NOTHING = 2, 3, 4  # the first is ONNX Runtime's own default
 OUTPUT_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
@@ -73,7 +73,7 @@ class OnnxRunner(Runner):
         self._batch_range = (options.batch or DEFAULTS["batch"]) if dynamic else None
         profile = tuple(f"{name}:{'x'.join(map(str, (batch, *sizes[1:])))}" for batch in self._batch_range or ())
         stream = 0 if self._stream is None else int(self._stream.cuda_stream)
-        index = parse_device(self._device)[1]
+        index = hardware.parse_device(self._device)[1]
         return ProviderSettings(index, self._precision == "tf32", options.cuda_graph, stream, profile, cache)
 
     def _open(self, path: Path, settings: ProviderSettings, *, exact: bool) -> Any:
@@ -155,7 +155,7 @@ class OnnxRunner(Runner):
         recorded, sizes = self._options.cuda_graph, self._output.shape[1:]
         known = len(sizes) == 1 and isinstance(sizes[0], int)  # else a run determines the shape of the logits
         output = np.empty((len(data), *sizes) if known else self._run(data).shape, OUTPUT_TYPES[self._output.type])
-        place, index = ("cpu", 0) if self._stream is None else ("cuda", parse_device(self._device)[1])
+        place, index = ("cpu", 0) if self._stream is None else ("cuda", hardware.parse_device(self._device)[1])
         source, logits = (torch.from_numpy(array).to(torch.device(place, index)) for array in (data, output))
         binding = self.session.io_binding()
         binding.bind_input(self._input.name, place, index, data.dtype.type, source.shape, source.data_ptr())
@@ -192,7 +192,7 @@ class OnnxRunner(Runner):
             "device": self._device,
             "device_name": None if self._stream is None else torch.cuda.get_device_name(self._stream.device),
             "provider": self._provider.name,
-            "provider_versions": package_versions(self._provider.packages),
+            "provider_versions": hardware.package_versions(self._provider.packages),
             "provider_options": shown,
             "nodes_on_cpu": self._cpu_operators,
             "batch_range": None if self._batch_range is None else list(self._batch_range),

@@ -8,11 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from vitcompress.errors import ArtifactError, DeviceError
-from vitcompress.exporters.runner import BoundCall, Runner, RunnerOptions, check_batch, parse_device
+from vitcompress.exporters.runner import BoundCall, Runner, RunnerOptions, check_batch
 from vitcompress.exporters.sidecar import find_mismatches, read_input, read_sidecar, sidecar_path
 from vitcompress.exporters.tensorrt import flavours
 from vitcompress.exporters.tensorrt.flavours import FLAVOURS, HEADER, RTX, Flavour, capability, numbers
 from vitcompress.exporters.tensorrt.process import EngineProcess
+from vitcompress.io import hardware
 from vitcompress.io.files import decode_json_values, file_sha256, signed_files
 
 
@@ -144,7 +145,7 @@ def _choose_flavour(path: Path, sidecar: dict[str, Any]) -> Flavour:
 
 def _choose_gpu(path: Path, options: RunnerOptions, build: dict[str, Any], flavour: Flavour) -> int:
     """Number of the GPU to run on, which must be one that the engine was built for."""
-    kind, index = parse_device(options.device or "cuda")
+    kind, index = hardware.parse_device(options.device or "cuda")
     if kind != "cuda":
         raise DeviceError(f"{path} runs on a GPU, but the device is {options.device}", hint="use --device cuda")
     here = capability(index)

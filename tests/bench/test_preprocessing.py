@@ -122,10 +122,15 @@ def test_mean_and_std_are_required_and_other_values_assumed(foreign: Path, capsy
 
 @pytest.mark.parametrize(
     "options",
-    [{"mean": (0.5, 0.5, 0.5), "std": (0.5,)}, {"mean": (0.5,), "std": (0.0,)}, {"mean": (0.1,), "std": (np.nan,)}],
+    [
+        {"mean": (0.5, 0.5, 0.5), "std": (0.5,)},
+        {"mean": (0.5,), "std": (0.0,)},
+        {"mean": (0.1,), "std": (np.nan,)},
+        {"mean": (0.5,), "std": (0.5,), "crop_pct": np.nan},
+    ],
 )
 def test_invalid_values_are_rejected(options: dict[str, Any], foreign: Path) -> None:
-    with pytest.raises(InputError, match=r"mean has 3 values|(mean|std) cannot be"):
+    with pytest.raises(InputError, match=r"mean has 3 values|(mean|std|crop_pct) cannot be"):
         evaluate(foreign, **options)
 
 

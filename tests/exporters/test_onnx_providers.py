@@ -61,6 +61,7 @@ def test_without_a_gpu_the_remedy_is_named(name: str, onnx: Path) -> None:
         ({"provider": CPU, "device": "cuda"}, "does not run on cuda"),
         ({"provider": CUDA, "device": "cpu"}, "does not run on cpu"),
         ({"device": "cuda:x"}, "unknown"),
+        ({"device": "cpu:1"}, "unknown"),
         ({"cuda_graph": True}, "CUDA graphs are not supported"),
     ],
 )

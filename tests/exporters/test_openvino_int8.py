@@ -165,6 +165,13 @@ def test_other_precisions_are_rejected(model: nn.Module, tmp_path: Path) -> None
             EXPORTERS[name].check(ExportOptions(**options))
 
 
+def test_unknown_instruction_sets_are_not_reported_as_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "CPUINFO", tmp_path / "cpuinfo")
+    assert hardware.slow_reason("fp32") is None
+    for name in ("bf16", "int8", "int8+bf16"):
+        assert "unknown here" in str(hardware.slow_reason(name)), name
+
+
 @pytest.mark.parametrize(("form", "remedy"), [("onnx", "--precision fastest"), ("openvino", "use --format onnx")])
 def test_a_file_that_is_slower_than_fp32_is_reported(
     form: str, remedy: str, model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

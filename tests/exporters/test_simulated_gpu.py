@@ -79,3 +79,21 @@ def test_recipes_have_everything_on_the_gpu(tmp_path: Path) -> None:
     for method in STEPS:
         report = read_json(tmp_path / method / "run" / "report.json")
         assert [row["device"] for entry in report["bench"] for row in entry["rows"]] == ["cuda:0"] * 4, method
+
+
+EVALUATE = """
+import sys, torch
+import vitcompress as vc
+
+model = vc.create_model("vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2)
+data = [(torch.randn(4, 3, 16, 16), torch.arange(4))]
+assert torch.cuda.is_available() and next(model.parameters()).device.type == "cpu"
+for name in ("model.xml", "model.onnx"):
+    file = vc.export(model, f"{sys.argv[1]}/{name}")
+    assert vc.evaluate(file, data) == vc.evaluate(model, data)
+"""
+
+
+def test_files_are_evaluated_where_they_run(tmp_path: Path) -> None:
+    """The device `auto` is the GPU for a model, and for a file the one that it was exported for."""
+    python("-c", EVALUATE, tmp_path)

@@ -147,7 +147,7 @@ def test_a_finished_run_is_checked_too() -> None:
 def test_a_continued_run_does_not_measure_again(monkeypatch: pytest.MonkeyPatch) -> None:
     text = Path("mine.toml").read_text()
     run("--expect", "99", "--out", "run", code=1)
-    monkeypatch.setattr("vitcompress.pipeline.dense.heldout_accuracy", None)
+    monkeypatch.setattr("vitcompress.pipeline.dense.measure_accuracy", None)
     assert "expected 99 %" in run("--expect", "99", "--out", "run", code=1)["error"]
     assert Path("mine.toml").read_text() == text
 

@@ -122,10 +122,10 @@ def test_a_batch_is_shared_equally_or_not_at_all() -> None:
 @pytest.mark.parametrize(
     ("device", "message"),
     [
-        ("tpu", "'tpu' is not known"),
-        ("cpu:1", "'cpu:1' is not known"),
+        ("tpu", "'tpu' is unknown"),
+        ("cpu:1", "'cpu:1' is unknown"),
         ("cuda:99", "torch sees"),
-        ("cuda:x", "not known"),
+        ("cuda:x", "unknown"),
     ],
 )
 def test_devices_that_are_not_there_are_rejected(device: str, message: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from vitcompress.errors import first_line
+from vitcompress.errors import DeviceError, first_line
 
 CPUINFO = Path("/proc/cpuinfo")
 CPU_FLAGS = ("avx2", "avx_vnni", "f16c", "bf16", "i8mm")
@@ -48,16 +48,27 @@ def instruction_sets() -> dict[str, bool] | None:
 
 
 def slow_reason(precision: str) -> str | None:
-    """Why one of `PRECISIONS` is not fast on this processor, and the remedy; None if it is fast."""
+    """Why one of `PRECISIONS` is not fast, or may not be, on this processor, and the remedy; None if it is fast."""
     sets, problem = PRECISIONS[precision]
-    present = instruction_sets() or {}
-    return None if not problem or any(map(present.get, sets)) else problem
+    if not problem:
+        return None
+    if (present := instruction_sets()) is None:
+        return "the instruction sets of the processor are unknown here; --precision fastest measures"
+    return None if any(map(present.get, sets)) else problem
 
 
 def _cpuinfo(key: str) -> list[str]:
     """Value of `key` in /proc/cpuinfo for each core; psutil has neither the name of the processor nor its flags."""
     pairs = [line.partition(":") for line in CPUINFO.read_text().splitlines()] if CPUINFO.is_file() else []
     return [value.strip() for name, _, value in pairs if name.strip() == key]
+
+
+def parse_device(device: str, number: int = 0) -> tuple[str, int]:
+    """`cuda:1` -> ("cuda", 1). number: of the GPU if `device` states none. Raises DeviceError for unknown devices."""
+    kind, colon, index = device.partition(":")
+    if kind not in ("cpu", "cuda", "mps") or (colon and not (kind == "cuda" and index.isdecimal())):
+        raise DeviceError(f"device {device!r} is unknown", hint="use cpu, cuda, cuda:N or mps; in a recipe also auto")
+    return kind, int(index or number)
 
 
 def count_gpus() -> int:

@@ -53,7 +53,7 @@ class RunFolder:
     step_input_plan = Entry("given_plan.json")
     training = Entry("training.json")  # of the folder of a dense model
     settings = Entry("settings.json")  # of the folder of a dense model: how it was trained
-    dense_accuracy = Entry("state/dense_accuracy.json")  # on the held-out images, before the first step
+    dense_accuracy = Entry("state/dense_accuracy.json")  # before the first step
     recovery_state = Entry("state/recovery")
     recovery = Entry("state/recovery.json")
     control = Entry("state/control")  # the dense model after as much training; a folder like that of the dense model

@@ -1,4 +1,4 @@
-"""Shared by the depth-pruning methods: options, plans from layer numbers, and copies with removed or gated layers."""
+"""Shared by the depth-pruning methods: plans from layer numbers, and copies with removed or gated layers."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy

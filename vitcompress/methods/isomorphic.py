@@ -34,7 +34,6 @@ UNITS = {  # of a target: size and text
     "macs": (1e9, "G MACs"),
     "macs_linear": (1e9, "G MACs (without attention products)"),
     "params": (1e6, "M parameters"),
-    "latency": (1.0, "ms"),
 }
 WIDTHS = "widths"
 COSTS = {"requested": "amount", "reached": "reached", "least possible": "least", "most possible": "most"}
@@ -44,8 +43,8 @@ def _describe_target(data: Any) -> tuple[dict[str, str], list[str]]:
     """The costs of a counted target by heading, and a sentence if it was missed; nothing without such a target."""
     if (aim := data.get("target")) is None:
         return {}, []
-    unit, on = UNITS[aim["kind"]][1], f" on {aim['on']}" if aim["on"] else ""
-    costs = {heading: f"{aim[name]:.4g} {unit}{on}" for heading, name in COSTS.items()}
+    unit = UNITS[aim["kind"]][1]
+    costs = {heading: f"{aim[name]:.4g} {unit}" for heading, name in COSTS.items()}
     if abs(off := aim["reached"] / aim["amount"] - 1) <= budget.CLOSE:
         return costs, []
     allowed = format_range(*(f"{aim[name]:.4g} {unit}" for name in ("least", "most")))
@@ -140,7 +139,7 @@ def _choose(
     size, unit = UNITS[options.target]
     count = lambda counts: getattr(candidates.cost(counts), options.target) / size  # noqa: E731
     counts, costs = budget.solve(ranking, Target[Counts](options.amount, count, unit))
-    return counts, {"kind": options.target, "on": None, **costs}
+    return counts, {"kind": options.target, **costs}
 
 
 def reset_attention_scale(model: nn.Module, spaces: Sequence[Space], delta: Plan) -> nn.Module:

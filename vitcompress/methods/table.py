@@ -1,4 +1,4 @@
-"""The table of methods. To add one: a file here, its name in `METHODS`, its options in `options`."""
+"""The table of methods. To add one: a file here, its object in `MAIN`, its options in `options`."""
 
 from vitcompress.io.plugins import find_by_name
 from vitcompress.methods.ablations import FIXED, HETDPT_NO_STEP1, HETDPT_NO_STEP2, RANDOM, TE_STATIC
@@ -11,9 +11,9 @@ from vitcompress.methods.nose import ACTIVATION_ONLY, NOSE
 from vitcompress.methods.sero.method import SERO
 from vitcompress.methods.upvit.method import UPVIT
 
-DEPTH = (HETDPT, NOSE, ACTIVATION_ONLY, TE_STATIC, HETDPT_NO_STEP2, HETDPT_NO_STEP1, RANDOM, FIXED)
-OTHERS = (ISOMORPHIC, MAGNITUDE, SERO, RECOVER, FOLD, UPVIT)
-METHODS: dict[str, Method] = {method.name: method for method in (*DEPTH, *OTHERS)}
+MAIN = (HETDPT, NOSE, ISOMORPHIC, SERO, UPVIT, MAGNITUDE, RECOVER, FOLD)
+ABLATIONS = (ACTIVATION_ONLY, TE_STATIC, HETDPT_NO_STEP1, HETDPT_NO_STEP2, RANDOM, FIXED)
+METHODS: dict[str, Method] = {method.name: method for method in (*MAIN, *ABLATIONS)}
 
 
 def find_method(method: str | Method) -> Method:

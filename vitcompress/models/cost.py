@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitcompress.families import family_of
+from vitcompress.models.arguments import shapes_of
 from vitcompress.models.create import SkipOnMeta, input_config
 from vitcompress.plan import Plan
 from vitcompress.surgery.shapes import sliced_shapes
@@ -70,7 +71,7 @@ def planned_cost(model: nn.Module, input_size: tuple[int, int, int]) -> Callable
     """
     family = family_of(model)
     spaces = [space for space in family.spaces(model) if space.attention]
-    before = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    before = shapes_of(model.state_dict())
     parameters = [name for name, _ in model.named_parameters()]
     modules, root = dict(model.named_modules()), type(model).__name__
     flops = {path.removeprefix(root).lstrip("."): work for path, work in count_flops(model, input_size).items()}

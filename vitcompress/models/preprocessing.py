@@ -35,9 +35,11 @@ class Preprocessing:
     def changes_for(self, channels: int, images: str) -> dict[str, Value]:
         """`changes` with one mean and std per channel. images: what has these channels, for the error.
 
-        Raises InputError if the number of values is neither 1 nor `channels`, or a value is not possible.
+        Raises InputError if the number of values is neither 1 nor `channels`, or a value is impossible.
         """
         values = self.changes()
+        if self.crop_pct is not None and not 0 < self.crop_pct <= 1:
+            raise InputError(f"crop_pct cannot be {self.crop_pct}", hint="give a share above 0, at most 1")
         for name in ("mean", "std"):
             if isinstance(numbers := values.get(name), tuple):
                 if len(numbers) not in (1, channels):

@@ -240,13 +240,7 @@ def export(
         calibration = Calibration(model, settings, RunFolder.of(path), source, seed, progress or Progress())
     original = Original(model, images, real=data is not None)
     exported = write_export(
-        exporter,
-        original,
-        path,
-        options=settings,
-        classes=class_names,
-        progress=progress,
-        calibration=calibration,
+        exporter, original, path, options=settings, classes=class_names, progress=progress, calibration=calibration
     )
     return exported.path
 
@@ -276,7 +270,9 @@ def evaluate(
     with ExitStack() as stack:
         stack.callback(distributed.stop)
         runtime = distributed.start(device, workers=workers)
-        runner = stack.enter_context(closing(_open(model, RunnerOptions(device=str(runtime.device)))))
+        chosen = device != "auto" or isinstance(model, nn.Module) or Path(model).is_dir()
+        options = RunnerOptions(device=str(runtime.device) if chosen else None)  # None: where the file runs
+        runner = stack.enter_context(closing(_open(model, options)))
         source = open_source(data, runtime)
         if isinstance(source, BatchLoader):
             return evaluate_loader(runner, source, runtime)

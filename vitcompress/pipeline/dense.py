@@ -106,7 +106,7 @@ def train_model(
     write_json(record, {**about, "heldout": heldout})
 
 
-def heldout_accuracy(job: Job, model: nn.Module, images: Images | None = None) -> Accuracy:
+def measure_accuracy(job: Job, model: nn.Module, images: Images | None = None) -> Accuracy:
     """The accuracy of `model` on the held-out images, or on `images`; every process must call this.
 
     Raises:
@@ -142,7 +142,7 @@ def check_dense(job: Job) -> None:
         return
     record = job.files.dense_accuracy
     known = job.runtime.broadcast(read_json(record) if job.runtime.is_main and record.is_file() else None)
-    accuracy = Accuracy(**known) if known else heldout_accuracy(job, load_dense(job), _check_images(job)[1])
+    accuracy = Accuracy(**known) if known else measure_accuracy(job, load_dense(job), _check_images(job)[1])
     if job.runtime.is_main and not known:
         write_json(record, asdict(accuracy))
     notes, problem = examine_dense(job, accuracy)
@@ -159,7 +159,7 @@ def has_dense(job: Job) -> bool:
 
 def preview_dense(job: Job) -> Accuracy:
     """The accuracy of the dense model that a run would start from; writes nothing."""
-    return heldout_accuracy(job, load_dense(job) if has_dense(job) else _create_dense(job), _check_images(job)[1])
+    return measure_accuracy(job, load_dense(job) if has_dense(job) else _create_dense(job), _check_images(job)[1])
 
 
 def why_unchecked(job: Job) -> str:

@@ -48,7 +48,7 @@ class DryRun:
     """settings: of the dense model, with their sources. missing: reasons for which a run would be rejected. notes:
     downloads and measurements that a run starts with, what it does differently on this machine, and that no data folder
     is set, as costs do not need one. cost: empty if the data cannot be opened, as it defines the number of classes.
-    dense: held-out accuracy of the dense model, if it was measured; failed: why a run would stop after that.
+    dense: accuracy of the dense model, if it was measured; failed: why a run would stop after that.
     """
 
     recipe: str
@@ -66,7 +66,7 @@ class DryRun:
 def dry_run_recipe(recipe: Recipe, options: RunOptions, *, check: bool = False) -> DryRun:
     """Stages with epochs and images, cost before and after, what is missing here, and notes.
 
-    check: load the weights of the dense model and measure it on the held-out images, if nothing is missing.
+    check: load the weights of the dense model and measure its accuracy, if nothing is missing.
 
     Raises:
         InputError: the recipe itself cannot work: no such model, or a budget larger than the model.

@@ -37,7 +37,7 @@ class RunOptions:
 
     out: the run folder; None is runs/NAME. classes: a file of class names. structure_only: no training and no scoring.
     control: also train the dense model as long as the compressed one. fresh: start over. expect: the run stops if the
-    held-out accuracy (percent) of the dense model is worse.
+    accuracy (percent) of the dense model is worse.
     """
 
     out: Path | None = None

@@ -13,7 +13,7 @@ from vitcompress.methods.base import PUBLISHED, Context, check_sealed, load_hand
 from vitcompress.methods.depth import freeze_gates, read_mean_gates
 from vitcompress.methods.latency import goal_of, plan_step
 from vitcompress.models.checkpoint import write_model
-from vitcompress.pipeline.dense import heldout_accuracy, load_dense, teacher_for, train_model
+from vitcompress.pipeline.dense import load_dense, measure_accuracy, teacher_for, train_model
 from vitcompress.pipeline.job import Job, JobStep
 from vitcompress.pipeline.latency import create_clock, measured_on
 from vitcompress.plan import Plan
@@ -131,7 +131,7 @@ def _measure_before(job: Job, dense: nn.Module, pruned: nn.Module) -> None:
     assert job.data is not None
     if not job.data.heldout or job.runtime.broadcast(job.files.before_recovery.is_file()):
         return
-    accuracies = {name: heldout_accuracy(job, model) for name, model in (("dense", dense), ("pruned", pruned))}
+    accuracies = {name: measure_accuracy(job, model) for name, model in (("dense", dense), ("pruned", pruned))}
     job.progress.note("held-out top-1: " + ", ".join(f"{name} {accuracy}" for name, accuracy in accuracies.items()))
     if job.runtime.is_main:
         write_json(job.files.before_recovery, {name: accuracy.to_dict() for name, accuracy in accuracies.items()})

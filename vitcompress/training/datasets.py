@@ -71,7 +71,7 @@ class FolderImages(Images):
         numbers = {name: i for i, name in enumerate(classes)}
         samples = make_dataset(folder, numbers, _SUFFIXES, allow_empty=True)
         samples.sort(key=lambda sample: natural_key(sample[0]))
-        step = 1 if skip_broken else max(1, len(samples) // _CHECKED_ON_OPENING)
+        step = 1 if skip_broken else max(1, -(-len(samples) // _CHECKED_ON_OPENING))
         checked = [Path(file) for file, _ in samples[::step]]
         with ThreadPool() as pool:
             problems = zip(checked, pool.map(_problem, checked), strict=True)

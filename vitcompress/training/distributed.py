@@ -133,15 +133,12 @@ def check_device(name: str, amp: str, local_rank: int = 0) -> torch.device:
         raise DeviceError(f"amp {amp!r} is not known", hint="use none, fp16 or bf16")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda", "mps") or (index and not (kind == "cuda" and index.isdecimal())):
-        raise DeviceError(f"device {name!r} is not known", hint="use auto, cpu, cuda, cuda:N or mps")
+    kind, number = hardware.parse_device(name, local_rank)
     if kind == "mps" and not torch.backends.mps.is_available():
         raise DeviceError("device 'mps' is requested, but this machine has no Apple GPU", hint="use --device cpu")
     if kind != "cuda":
         return torch.device(kind)
-    number, count = int(index or local_rank), hardware.count_gpus()
-    if number >= count:
+    if number >= (count := hardware.count_gpus()):
         devices = f"{count} CUDA device{'s' if count != 1 else ''}"
         message = f"device 'cuda:{number}' is requested, but torch sees {devices}{hardware.cuda_reason()}"
         raise DeviceError(message, hint="use --device cpu, or auto")

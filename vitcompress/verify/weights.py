@@ -25,6 +25,7 @@ from vitcompress.exporters.uint8 import build_deployed, fix_size, tensors_of
 from vitcompress.io.checks import Check, problem_check
 from vitcompress.io.files import decode_json_values
 from vitcompress.io.text import format_shape
+from vitcompress.models.arguments import shapes_of
 from vitcompress.models.create import create_on_meta, input_config
 from vitcompress.plan import Plan
 from vitcompress.surgery.shapes import PlannedTensor, Shape, planned_tensors
@@ -43,16 +44,12 @@ def plan_rows(plan: Plan) -> tuple[PlannedTensor, ...]:
 
 def shape_check(rows: Sequence[PlannedTensor], model: nn.Module) -> Check:
     """Check that `model` has the planned tensors, in the planned shapes, and no others."""
-    shapes, planned = _shapes(model), {row.name: row.planned for row in rows}
+    shapes, planned = shapes_of(model.state_dict()), {row.name: row.planned for row in rows}
     pairs = {name: (planned.get(name), shapes.get(name)) for name in {**planned, **shapes}}
     texts = {name: ["none" if s is None else format_shape(s) for s in pair] for name, pair in pairs.items()}
     wrong = [f"{n}: {ours} planned, {theirs} in the model" for n, (ours, theirs) in texts.items() if ours != theirs]
     counts = (f"{sum(row.change == change for row in rows)} {change}" for change in ("sliced", "folded", "removed"))
     return problem_check(CHECK, wrong, f"{len(shapes)} tensors have their planned shapes ({', '.join(counts)})")
-
-
-def _shapes(model: nn.Module) -> dict[str, Shape]:
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 @dataclass(frozen=True)
@@ -218,7 +215,7 @@ def weight_table(
     rows: Iterable[PlannedTensor], model: nn.Module, files: Mapping[str, FileTensors]
 ) -> dict[str, object]:
     """The record `weights` of verify.json: each tensor that the plan changed, in every file, and the bytes of files."""
-    shapes = _shapes(model)
+    shapes = shapes_of(model.state_dict())
     tensors = [
         {
             **asdict(row),

@@ -1,4 +1,4 @@
-"""SERo's options, and from scores of units to live channels: an exact budget, in a layout that runtimes can use.
+"""From SERo's scores of units to live channels: an exact budget, in a layout that runtimes can use.
 
 A unit is one channel of a q/k, v or FFN space. In DeiT each unit has twice the residual width in weights, so the share
 of removed units is the share of the blocks' linear weights that is removed. One threshold covers all layers and kinds.

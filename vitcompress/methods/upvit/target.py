@@ -1,4 +1,4 @@
-"""UP-ViT's options, the standard timm model that they name, and whether the model can become it.
+"""The standard timm model that UP-ViT's options name, and whether the model can become it.
 
 From H heads to H', a new head consists of channels of H / H' old ones ("Pruning multi-head self-attention", Table D10).
 That changes the function, since the products of several old heads are then summed before the softmax.
