@@ -81,6 +81,8 @@ def test_speed_is_measured_in_one_go_and_once(tiny: Path, whole: tuple[Path, dic
     assert all(run["passed"] for run in result["runs"])
     assert result["runs"][1]["speedup"]["median"] == result["speed"]["ratios"][1]["median"]
     assert str(folder) not in (folder / "study.json").read_text()
+    one = run_study(load_study(str(tiny), rows=["random_2"]), StudyOptions(folder, seeds=1))
+    assert one["speed"] == result["speed"] and one["runs"] == result["runs"][1:], "the rows were measured together"
     same = run_study(load_study(str(tiny)), StudyOptions(folder, seeds=1))
     assert same == result
     fewer = run_study(load_study(str(tiny), ["speed.runs=2"]), StudyOptions(folder, seeds=1))

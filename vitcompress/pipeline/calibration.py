@@ -121,7 +121,7 @@ def train_quantized(job: Job) -> None:
     if job.runtime.is_main:
         save_tensors(files.folded, before, {"plan": plan.digest})
         write_model(files.path, model, plan)
-        ranges = {name: float(value) for name, value in module.ranges().items()}
+        ranges = {name: value.item() for name, value in module.ranges().items()}
         write_json(files.trained_ranges, {"model": _digest(model, settings.precision), "ranges": ranges})
 
 
