@@ -160,10 +160,8 @@ def _first_rows(graph: ir.Graph, value: ir.Value, rows: Rows, slices: Slices) ->
             slices[value, rows] = constant(graph, np.take(whole, np.arange(rows.count), rows.axis), name)
         else:
             bounds = [constant(graph, np.array([n]), f"{name}.{k}") for k, n in enumerate((0, rows.count, rows.axis))]
-            node, producer = (
-                create_node("Slice", [value, *bounds], name, value, _with_dim(value, rows)),
-                value.producer(),
-            )
+            node = create_node("Slice", [value, *bounds], name, value, _with_dim(value, rows))
+            producer = value.producer()
             assert producer is not None
             graph.insert_after(producer, node)
             slices[value, rows] = node.outputs[0]

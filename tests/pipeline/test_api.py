@@ -160,6 +160,33 @@ def test_methods_without_images_say_so() -> None:
         vc.plan(model(), "isomorphic", align=FINE, device="cpu")
 
 
+@pytest.mark.parametrize(
+    ("labels", "text"),
+    [
+        (torch.arange(16) % 5, "16 with values from 0 to 4 "),
+        (torch.arange(16) % 4 - 1, "16 with values from -1 to 2 "),
+        (torch.eye(4)[torch.arange(16) % 4].long(), "16x4 with values from 0 to 1 "),
+    ],
+)
+def test_labels_that_are_no_classes_of_the_model_are_rejected(labels: Tensor, text: str) -> None:
+    """On a GPU such labels would end in an assertion of a kernel, after which the process cannot use the GPU."""
+    data = [(batches()[0][0], labels)]
+    for call in (
+        lambda: vc.finetune(model(), data, epochs=1),
+        lambda: vc.finetune(model(), batches(), data, epochs=1),
+        lambda: vc.evaluate(model(), data),
+        *([lambda: vc.plan(model(), "isomorphic", data, align=FINE)] if labels.ndim == 1 else []),
+    ):
+        with pytest.raises(DataError, match=f"labels of shape {text}cannot be used") as caught:
+            call()
+        assert "0 to 3" in str(caught.value.hint)
+
+
+def test_probabilities_may_be_labels_of_a_training() -> None:
+    soft = [(images, torch.eye(4)[labels]) for images, labels in batches()]
+    assert vc.finetune(model(), soft, epochs=1).history
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_every_option_of_every_method_has_a_default(name: str) -> None:
     METHODS[name].options()

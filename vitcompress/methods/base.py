@@ -316,10 +316,11 @@ def context_for(
         UnsupportedModelError: no family covers the model.
     """
     path = Path(tempfile.mkdtemp(prefix="vitcompress-") if folder is None else folder)
+    classes = int(getattr(model, "num_classes", 0))
     context = Context(
         plan=plan or plan_of(model),
         family=family_of(model),
-        data=Splits() if data is None else split_images(data, HELDOUT, seed),
+        data=Splits() if data is None else split_images(data, HELDOUT, seed, classes),
         input=input_config(model),
         runtime=Runtime(check_device(device, "none")),
         folder=path,

@@ -167,8 +167,9 @@ def finetune(  # noqa: PLR0913 (each argument is public and has a default)
         stack.callback(distributed.stop)
         runtime, state = distributed.start(device, amp, workers), Path(folder or scratch)
         at = TrainingContext(input_config(model), runtime, state, "finetune", seed, progress or Progress())
-        heldout = None if val_data is None else open_source(val_data, runtime)
-        return train(model, open_source(train_data, runtime), heldout, settings, at, TrainingControls(teacher=teacher))
+        heldout = None if val_data is None else open_source(val_data, runtime, model)
+        source = open_source(train_data, runtime, model)
+        return train(model, source, heldout, settings, at, TrainingControls(teacher=teacher))
 
 
 def fold(model: nn.Module) -> nn.Module:
@@ -273,7 +274,7 @@ def evaluate(
         chosen = device != "auto" or isinstance(model, nn.Module) or Path(model).is_dir()
         options = RunnerOptions(device=str(runtime.device) if chosen else None)  # None: where the file runs
         runner = stack.enter_context(closing(_open(model, options)))
-        source = open_source(data, runtime)
+        source = open_source(data, runtime, model)
         if isinstance(source, BatchLoader):
             return evaluate_loader(runner, source, runtime)
         if runner.input is None:

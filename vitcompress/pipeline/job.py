@@ -169,14 +169,9 @@ class Job:
     def quantized_training(self) -> TrainOptions:
         """Of the folded model in int8 or fp8: as [finetune], with the options of [quantize]."""
         finetune, table = self.recipe.finetune, self.recipe.quantize
-        own: Any = {
-            "epochs": table.epochs,
-            "lr": table.lr or finetune.peak_lr / 10,
-            "lr_base": None,
-            "warmup_epochs": 0,
-        }
+        own: Any = {"epochs": table.epochs, "lr": table.lr or finetune.peak_lr / 10, "lr_base": None}
         kind = "soft" if finetune.distillation in FEATURES else finetune.distillation  # features of wrappers differ
-        return replace(finetune, **own, distillation=kind, select="last", ema=None)
+        return replace(finetune, **own, warmup_epochs=0, distillation=kind, select="last", ema=None)
 
     @property
     def extra_epochs(self) -> int:

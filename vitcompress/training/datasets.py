@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from io import BytesIO
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torchvision.datasets.folder import make_dataset
 
 from vitcompress.errors import DataError, first_line
 from vitcompress.io.tensors import DAMAGED
+from vitcompress.io.text import format_shape
 
 _CHECKED_ON_OPENING = 1000  # images decoded when a folder is opened; the others are checked when they are read
 # Pillow has decoders for many more formats, and chooses by content: one starts Ghostscript, whatever the suffix.
@@ -129,17 +130,28 @@ def is_map_style(data: Any) -> bool:
     )
 
 
-def as_images(data: Any) -> Images:
+def check_labels(labels: Any, classes: int) -> None:
+    """Raise DataError if `labels`, (count,), are not from 0 to `classes` - 1. With 0 classes any are accepted."""
+    if classes and len(labels) and (labels.ndim != 1 or not 0 <= labels.min() <= labels.max() < classes):
+        about = f"of shape {format_shape(labels.shape)} with values from {int(labels.min())} to {int(labels.max())}"
+        hint = f"the model has {classes} classes: the label of an image is a number from 0 to {classes - 1}"
+        raise DataError(f"labels {about} cannot be used", hint=hint)
+
+
+def as_images(data: Any, classes: int = 0) -> Images:
     """`data` with the interface of `Images`.
 
     data: a map-style data set of (image, class) pairs, or an iterable of batches (images (batch, C, H, W) normalised
-    for the model, classes (batch,)), which is read once and kept in memory. Raises DataError for other data.
+    for the model, classes (batch,)), which is read once and kept in memory. classes: of the model; 0: any.
+    Raises DataError for other data.
     """
-    if hasattr(data, "labels") and hasattr(data, "prepared"):
-        images: Images = data
-        return images
-    if is_map_style(data):
-        return MappedImages(data, "the data set")
+    known = hasattr(data, "labels") and hasattr(data, "prepared")
+    images = data if known else MappedImages(data, "the data set") if is_map_style(data) else _read_batches(data)
+    check_labels(images.labels, classes)
+    return cast(Images, images)
+
+
+def _read_batches(data: Any) -> Images:
     try:
         pairs = [(images.detach().cpu(), labels.cpu()) for images, labels in data]
         for x, y in pairs:

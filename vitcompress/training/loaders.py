@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from vitcompress.errors import DataError, InputError
 from vitcompress.models.create import InputConfig
-from vitcompress.training.datasets import Images, as_images, is_map_style
+from vitcompress.training.datasets import Images, as_images, check_labels, is_map_style
 from vitcompress.training.distributed import Runtime, derived_seed
 from vitcompress.training.options import Augmentation
 
@@ -124,13 +124,13 @@ class BatchLoader:
     """Batches of (images (batch, C, H, W) normalised for the model, targets), moved to `device`.
 
     batches: an iterable with a length that can be read once per epoch. Resuming is bit-exact only if it gives the same
-    batches again.
+    batches again. classes: of the model that trains on them; 0: labels are not checked.
     """
 
     total = None  # number of images, unknown before the first pass
 
-    def __init__(self, batches: Any, device: torch.device) -> None:
-        self.batches, self.device = batches, device
+    def __init__(self, batches: Any, device: torch.device, classes: int = 0) -> None:
+        self.batches, self.device, self.classes = batches, device, classes
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -140,26 +140,30 @@ class BatchLoader:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for images, targets in self.batches:
+            if not targets.is_floating_point():  # as probabilities are
+                check_labels(targets, self.classes)
             yield images.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
 
 
 TrainData = Images | BatchLoader  # labelled images, or the user's own batches
 
 
-def open_source(data: Any, runtime: Runtime) -> TrainData:
+def open_source(data: Any, runtime: Runtime, model: Any = None) -> TrainData:
     """Training or evaluation data of a user: a map-style data set of (image, class) pairs, or an iterable of batches.
 
-    Raises InputError for an iterable without a length, or one that several processes would have to share.
+    Raises InputError for an iterable without a length, or one that several processes would have to share, and DataError
+    for labels that are no class of `model`.
     """
+    classes = int(getattr(model, "num_classes", 0))
     if is_map_style(data):
-        return as_images(data)
+        return as_images(data, classes)
     if not hasattr(data, "__len__"):
         message = f"the batches are a {type(data).__name__} without a length, so they cannot be read in every epoch"
         raise InputError(message, hint="pass a list of batches, a DataLoader or a map-style data set")
     if runtime.world_size > 1:
         message = f"{runtime.world_size} processes cannot share an iterable of batches"
         raise InputError(message, hint="pass a map-style data set")
-    return BatchLoader(data, runtime.device)
+    return BatchLoader(data, runtime.device, classes)
 
 
 def _prefetch(
