@@ -18,6 +18,8 @@ from vitcompress.exporters.uint8 import to_bytes
 from vitcompress.io.text import format_range
 from vitcompress.models.create import InputConfig
 
+MOST_THREADS = 1024
+
 
 @dataclass(frozen=True)
 class RunnerOptions:
@@ -160,15 +162,15 @@ class Runner(ABC):
     _sha256: str | None = None  # of its file
 
     def __init__(self, name: str, options: RunnerOptions, runtime: str) -> None:
-        """Raises InputError for less than 1 thread, or a setting that `runtime` does not have."""
+        """Raises InputError for less than 1 or too many threads, or a setting that `runtime` does not have."""
         for setting, (owner, artifacts) in OWNED_SETTINGS.items():
             if owner != runtime and getattr(options, setting) != getattr(RunnerOptions, setting):
                 raise InputError(
                     f"{setting} is a setting of {owner}, but {name} runs in {runtime}",
                     hint=f"omit it, or name only {artifacts}",
                 )
-        if options.threads is not None and options.threads < 1:
-            raise InputError(f"threads must be 1 or more, got {options.threads}")
+        if options.threads is not None and not 1 <= options.threads <= MOST_THREADS:
+            raise InputError(f"threads must be from 1 to {MOST_THREADS}, got {options.threads}")
         self.name, self._options, self._threads = name, options, options.threads
         self._calls = WeakSet[BoundCall]()  # those that are still referenced elsewhere
 

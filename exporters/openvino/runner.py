@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import cache, lru_cache, partial
 from importlib import metadata, util
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ REMEDY = "pip install 'vitcompress[openvino]'"
 HINT = "INFERENCE_PRECISION_HINT"
 # Precision -> value of `HINT`. Linear layers in int8 are so in the file, whatever the hint of the others.
 HINTS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16", "int8": "f32", "int8+bf16": "bf16"}
+JOINED = 256
 DEFAULT = "default"  # precision that OpenVINO chooses without the hint: bf16 on processors with bf16, even for fp32
 
 
@@ -87,10 +89,19 @@ def error_text(error: Exception) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
+def _is_small(model: Any) -> bool:
+    """Whether most weights that are not quantised have at most `JOINED` rows and columns."""
+    products = [node.input_value(1) for node in model.get_ops() if node.get_type_name() == "MatMul"]
+    sizes = [max(weight.get_shape()) for weight in products if weight.get_node().get_type_name() == "Constant"]
+    return bool(sizes) and median(sizes) <= JOINED
+
+
 class OpenVinoRunner(Runner):
     """An OpenVINO model, one batch at a time (`LATENCY`, one stream).
 
     It is compiled for each batch size, because OpenVINO joins more operations of fixed shapes; the last four are kept.
+    Where most weights are small, the batch stays variable: version 2026.4 joins products by them, and crashes with 4, 6
+    or 8 tokens.
 
     Raises:
         MissingExtraError: OpenVINO is not installed.
@@ -127,7 +138,7 @@ class OpenVinoRunner(Runner):
         if self._threads is not None:
             config["INFERENCE_NUM_THREADS"] = str(self._threads)
         try:
-            model.reshape([batch, *shape])
+            model.reshape([-1 if _is_small(model) else batch, *shape])
             compiled = core().compile_model(model, "CPU", config)
         except RuntimeError as error:
             raise ArtifactError(f"OpenVINO cannot run {path} at batch {batch}: {error_text(error)}") from None

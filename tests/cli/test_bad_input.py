@@ -101,6 +101,7 @@ def test_several_mistakes_are_shown_together() -> None:
         ("data.heldout=1.0", "got 1.0, expected less than 1"),
         ("bench.protocol=papers", "did you mean paper?"),
         ("step.0.pruned_layers=0", "got 0, expected 1 or more"),
+        ("run.threads=100000", "got 100000, expected 1024 or less"),
         ("run.amp=fp8", "expected one of none, fp16, bf16"),
         ("model.args.depth=none", "got 'none', expected a whole number"),
         ("model.args.dept=3", "did you mean depth?"),

@@ -43,6 +43,17 @@ def export(model: nn.Module, path: Path, **options: Any) -> Exported:
     return exporter.export(model, path, options=settings, **about)
 
 
+def test_small_models_run_at_every_batch_size(model: nn.Module, tmp_path: Path) -> None:
+    """OpenVINO 2026.4 crashes at 4, 6 and 8 where it joins small products with biases."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    runner = open_runner(export(model, tmp_path / "m.xml").path)
+    for batch in range(1, 9):
+        expected = model(IMAGES[:batch]).detach()
+        torch.testing.assert_close(runner(IMAGES[:batch]), expected, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize(("precision", "hint"), [("int8", "f32"), ("int8+bf16", "bf16")])
 def test_the_file_agrees_and_states_its_precision(precision: str, hint: str, model: nn.Module, tmp_path: Path) -> None:
     done = export(model, tmp_path / "m.xml", precision=precision)
@@ -128,7 +139,8 @@ def test_saturated_products_are_detected(bits: int, model: nn.Module, tmp_path: 
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
-def test_every_batch_size_is_compiled_with_its_shape(precision: str, model: nn.Module, tmp_path: Path) -> None:
+def test_every_batch_size_is_compiled_with_its_shape(precision: str, tmp_path: Path) -> None:
+    model = create_model("vit_tiny_patch16_224", {**SIZE, "embed_dim": 128, "depth": 1})
     exact, runner = model(IMAGES).detach(), open_runner(export(model, tmp_path / "m.xml", precision=precision).path)
     expected = runner(IMAGES)
     assert float((expected - exact).abs().max() / exact.abs().max()) < (0.08 if precision == "int8" else 1e-4)

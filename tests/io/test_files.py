@@ -17,7 +17,7 @@ from contracts import build, contract
 
 from vitcompress.errors import ArtifactError, OutputError
 from vitcompress.io.checks import Check, Verification, update_verification
-from vitcompress.io.files import read_json, write_file, write_json, write_text
+from vitcompress.io.files import read_json, read_text, write_file, write_json, write_text
 from vitcompress.io.tensors import save_tensors
 from vitcompress.io.training_state import load_state, save_state
 from vitcompress.models.checkpoint import write_model
@@ -198,3 +198,8 @@ def test_a_save_that_is_killed_leaves_one_complete_state(epoch: int, tmp_path: P
         assert state.epoch == (2 if seen[-1] == 2 else epoch)
     assert seen == sorted(seen), "the old state until one operation, the new one after it"
     assert set(seen) == {1, 2}
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_bytes(b"\xef\xbb\xbfa = 1\n")
+    assert read_text(tmp_path / "a.toml") == "a = 1\n"

@@ -15,7 +15,7 @@ ALIASES = {
     **{"half": "fp16", "float16": "fp16", "bfloat16": "bf16", "float32": "fp32"},
 }
 PROVIDERS = {name.lower(): f"{name}ExecutionProvider" for name in ("CPU", "CUDA", "Tensorrt")}
-MOST = 2**20  # images of a call, calls, and threads
+MOST = 2**20  # images of a call, and calls
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 FILE, FOLDER = click.Path(path_type=Path, dir_okay=False), click.Path(path_type=Path, file_okay=False)
@@ -170,7 +170,7 @@ runner_options = add_options(
     option("--device", DEVICE_HELP, **alias("DEVICE")),
     option("--provider", PROVIDER_HELP, **alias("NAME", PROVIDERS)),
     option("--engine-cache", "Cache directory for engines built by ONNX Runtime's TensorRT providers.", FOLDER, "DIR"),
-    option("--threads", "CPU threads of one call (default: the runtime's).", click.IntRange(1, MOST)),
+    option("--threads", "CPU threads of one call (default: the runtime's).", click.IntRange(1, 1024)),
     flag("--trust", "Open engines without a matching sidecar. They can run any code."),
 )
 

@@ -116,7 +116,7 @@ def read_text(path: Path) -> str:
         raise OSError(errno.EINVAL, f"it is a {kind}, not a file")
     if path.stat().st_size > LARGEST:
         raise OSError(errno.EFBIG, f"it has more than {LARGEST:,} bytes")
-    return path.read_text(encoding="utf-8")
+    return path.read_text(encoding="utf-8-sig")  # Windows editors write a mark in front
 
 
 def parse_plain(parse: Callable[[str], Any], text: str, *, finite: bool = False) -> Any:

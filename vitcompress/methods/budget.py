@@ -91,7 +91,7 @@ class Ranking:
             if (unit := self.units.get(group.kind, 1)) > group.size:
                 raise PlanError(
                     f"{group.kind} widths must be multiples of {unit}, but {group.name} has only {group.size}",
-                    hint=f"set an alignment of {group.size} or less",
+                    hint=f"set align.{group.kind} (or round_to) of the step to {group.size} or less",
                 )
 
     @cached_property

@@ -120,10 +120,10 @@ def _rank(spaces: Sequence[Space], scores: Scores, options: Options) -> Ranking:
     groups = groups_of(spaces, scores, options.scope)
     shares = {"head": options.keep_heads, "head_dim": options.keep_head_dim}
     keep = {g.scope: options.keep_ratio if g.scope == ALL else shares.get(g.kind, options.keep_ratio) for g in groups}
-    units, same = asdict(options.align), options.round_to
-    return (
-        Ranking(groups, keep, units) if same is None else Ranking(groups, keep, dict.fromkeys(units, same), down=True)
-    )
+    units = asdict(options.align)
+    if options.round_to is not None:
+        return Ranking(groups, keep, dict.fromkeys(units, options.round_to), down=True)
+    return Ranking(groups, keep, units)
 
 
 def _choose(

@@ -115,9 +115,7 @@ class Search:
         context, runtime = self.context, self.goal.runtime
         here = context.runtime.broadcast(dict(context.measured_on))
         if context.runtime.is_main and (other := other_machine(context.folder, runtime, here)):
-            context.progress.note(
-                f"latencies on {runtime} are measured anew: those kept were taken elsewhere ({other})"
-            )
+            context.progress.note(f"latencies on {runtime} are measured again, the known ones differ: {other}")
         context.memo(f"measured-on-{runtime}-{_key(here)}", lambda: here)
         self.name = f"latency-{runtime}-{_key({**here, 'goal': str(self.goal)})}"
 

@@ -33,7 +33,7 @@ class LatencyOptions:
         "onnxruntime"
     )
     latency_batch: Annotated[Count, Doc("images per call of a latency; None: bench.batch, or 1")] = None
-    latency_threads: Annotated[Count, Doc("CPU threads of the runtime; None: its default")] = None
+    latency_threads: Annotated[Count, Le(1024), Doc("CPU threads of the runtime; None: its default")] = None
 
 
 @dataclass(frozen=True, kw_only=True)

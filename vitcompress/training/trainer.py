@@ -233,8 +233,9 @@ class Learner:
             raise VitcompressError(f"{job.at.label}: the loss became {loss} in epoch {number + 1}", hint=hint)
         if job.at.runtime.is_main:
             text = f"epoch {number + 1}/{epochs}, loss {loss:.3f}"
-            if accuracies := [record["heldout"] for record in self.history if "heldout" in record]:
-                text += f", held-out {100 * accuracies[-1]['correct'] / accuracies[-1]['total']:.1f} %"
+            if known := [record for record in self.history if "heldout" in record]:
+                accuracy, epoch = known[-1]["heldout"], known[-1]["epoch"] + 1
+                text += f", held-out {100 * accuracy['correct'] / accuracy['total']:.1f} % after epoch {epoch}"
             job.at.progress.update(job.at.label, number * self.steps + step, epochs * self.steps, text)
 
     def sync_ema(self) -> None:

@@ -20,13 +20,7 @@ from vitcompress.methods.upvit.importance import Component, components
 from vitcompress.models.create import create_on_meta
 from vitcompress.plan import Plan, enclosing_module
 
-KINDS = {
-    "residual": "stream",
-    "qk": "attention (q and k)",
-    "v": "attention (v)",
-    "mlp": "FFN",
-    "sr": "spatial reduction",
-}
+KINDS = {"residual": "stream", "qk": "attention (q, k)", "v": "attention (v)", "mlp": "FFN", "sr": "spatial reduction"}
 Place = tuple[str, str]  # stage, or name of a space outside of blocks; kind of the space
 
 
@@ -144,7 +138,7 @@ def find_target(model: nn.Module, family: Family, base: Plan, options: Options) 
     check_target(options)
     name = None if options.target == "latency" else options.target
     if name is None and not options.target_args:
-        raise PlanError("no target is set", hint="set target = 'deit_tiny_patch16_224', or sizes in target_args")
+        raise PlanError("no target is set", hint="set sizes, as in target_args = { embed_dim = 192 }, or target")
     spaces = family.spaces(model)
     _check_family(family, spaces)
     arch, arch_args = name or base.arch, {**base.arch_args, **options.target_args}
