@@ -15,7 +15,7 @@ from vitcompress.bench.report import records
 from vitcompress.bench.report.run import find_speed, read_benchmarks
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, open_runner
-from vitcompress.exporters.sidecar import read_class_names
+from vitcompress.exporters.sidecar import read_classes
 from vitcompress.exporters.torch_runner import TIMM
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
@@ -162,7 +162,7 @@ def _compare_classes(artifact: Path, classes: Sequence[str]) -> str:
     Raises:
         ArtifactError: only some names differ, or their order does, so that outputs and labels mean different classes.
     """
-    own = read_class_names(RunFolder(artifact).exported("model", ".onnx") if artifact.is_dir() else artifact)
+    own = read_classes(RunFolder(artifact).exported("model", ".onnx") if artifact.is_dir() else artifact)
     if own in (tuple(classes), (), tuple(map(str, range(len(classes))))):  # numbers: exported without names
         return ""
     if set(own).isdisjoint(classes):

@@ -163,7 +163,7 @@ def read_input(
     )
 
 
-def read_class_names(path: Path) -> tuple[str, ...]:
+def read_classes(path: Path) -> tuple[str, ...]:
     """The class names of an exported file; empty if it has no sidecar: exporters then number the classes."""
     names = decode_json_values((read_sidecar(path) or {"metadata": {}})["metadata"]).get("classes", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):

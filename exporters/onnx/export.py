@@ -158,9 +158,7 @@ def check_options(options: ExportOptions) -> None:
             hint = f"use one of {', '.join(map(str, allowed))}"
             raise InputError(f"ONNX {name} {value!r} is not supported", hint=hint)
     if options.precision == "bf16" and (options.opset or BF16_FROM) < BF16_FROM:
-        raise InputError(
-            f"opset {options.opset} has no convolution in bf16", hint=f"use --opset {BF16_FROM} or omit it"
-        )
+        raise InputError(f"opset {options.opset} has no convolution in bf16", hint=f"use --opset {BF16_FROM} or none")
     useless = {"int8": (), "fp8": ("weight_bits",)}.get(options.precision, ONLY_EIGHT_BITS)
     if wrong := [name for name in options.changed() if name in useless]:
         raise InputError(f"{wrong[0]} has no effect in {options.precision}", hint="omit it, or use --precision int8")

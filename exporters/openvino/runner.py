@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from functools import cache, lru_cache, partial
 from importlib import metadata, util
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ REMEDY = "pip install 'vitcompress[openvino]'"
 HINT = "INFERENCE_PRECISION_HINT"
 # Precision -> value of `HINT`. Linear layers in int8 are so in the file, whatever the hint of the others.
 HINTS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16", "int8": "f32", "int8+bf16": "bf16"}
-JOINED = 256
+JOINED, ELEMENTWISE = 256, ("Add", "Multiply", "Gelu")
 DEFAULT = "default"  # precision that OpenVINO chooses without the hint: bf16 on processors with bf16, even for fp32
 
 
@@ -89,18 +88,28 @@ def error_text(error: Exception) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
-def _is_small(model: Any) -> bool:
-    """Whether most weights that are not quantised have at most `JOINED` rows and columns."""
-    products = [node.input_value(1) for node in model.get_ops() if node.get_type_name() == "MatMul"]
-    sizes = [max(weight.get_shape()) for weight in products if weight.get_node().get_type_name() == "Constant"]
-    return bool(sizes) and median(sizes) <= JOINED
+def _is_small(node: Any) -> bool:
+    """Whether `node` is a product by a constant weight with at most `JOINED` rows and columns."""
+    weight = node.input_value(1) if node.get_type_name() == "MatMul" else None
+    return weight is not None and "Constant" in weight.get_node().get_type_name() and max(weight.get_shape()) <= JOINED
+
+
+def _is_joined(model: Any) -> bool:
+    """Whether a small product reads the result of another one."""
+    for node in filter(_is_small, model.get_ops()):
+        source = node.input_value(0).get_node()
+        while source.get_type_name() in ELEMENTWISE:
+            source = source.input_value(0).get_node()
+        if _is_small(source):
+            return True
+    return False
 
 
 class OpenVinoRunner(Runner):
     """An OpenVINO model, one batch at a time (`LATENCY`, one stream).
 
     It is compiled for each batch size, because OpenVINO joins more operations of fixed shapes; the last four are kept.
-    Where most weights are small, the batch stays variable: version 2026.4 joins products by them, and crashes with 4, 6
+    Where small products follow each other, the batch stays variable: version 2026.4 joins them, and crashes with 4, 6
     or 8 tokens.
 
     Raises:
@@ -138,7 +147,7 @@ class OpenVinoRunner(Runner):
         if self._threads is not None:
             config["INFERENCE_NUM_THREADS"] = str(self._threads)
         try:
-            model.reshape([-1 if _is_small(model) else batch, *shape])
+            model.reshape([-1 if _is_joined(model) else batch, *shape])
             compiled = core().compile_model(model, "CPU", config)
         except RuntimeError as error:
             raise ArtifactError(f"OpenVINO cannot run {path} at batch {batch}: {error_text(error)}") from None

@@ -22,10 +22,12 @@ from vitcompress.exporters.sidecar import (
     Sidecar,
     amend_sidecar,
     check_sha256,
-    read_class_names,
     read_input,
     read_sidecar,
     sidecar_path,
+)
+from vitcompress.exporters.sidecar import (
+    read_classes as read_from_file,
 )
 from vitcompress.io.checks import Check
 from vitcompress.io.run_folder import RunFolder
@@ -79,7 +81,7 @@ def read_classes(path: Path) -> tuple[str, ...]:
         if isinstance(data.get("files"), dict):
             data["files"]["model.onnx"] = ""
         path.with_name("model.onnx.json").write_text(json.dumps(data))
-    return read_class_names(path)
+    return read_from_file(path)
 
 
 READERS: tuple[Callable[[Path], object], ...] = (read_sidecar, check_sha256, run, verify, record, read_classes)

@@ -13,7 +13,7 @@ from vitcompress.exporters import doctor
 from vitcompress.exporters.onnx.export import export
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.runtimes import EXPORTERS
-from vitcompress.exporters.sidecar import read_class_names
+from vitcompress.exporters.sidecar import read_classes
 from vitcompress.io import hardware
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.create import create_model, input_config
@@ -45,7 +45,7 @@ def test_the_export_has_the_outputs_of_the_folder(folder: Path) -> None:
 
 
 def test_class_names_stay_and_a_precision_gets_a_file_of_its_own(folder: Path) -> None:
-    assert read_class_names(folder / "model.onnx") == ()
+    assert read_classes(folder / "model.onnx") == ()
     model = load_model(folder)
     export(model, folder / "model.onnx", input=input_config(model), classes=("ant", "bee", "cow"))
     before = (folder / "model.onnx").read_bytes()
@@ -124,7 +124,7 @@ def test_doctor_reports_each_package_and_nothing_about_all(capsys: pytest.Captur
         ("flags : avx2", {"fp32"}, "int8: no VNNI"),
         ("flags : avx2 avx_vnni", {"fp32", "int8"}, "bf16: no BF16"),
         ("Features : asimddp", {"fp32", "int8"}, "int8+bf16: no BF16"),
-        ("", {"fp32"}, "int8: no VNNI"),
+        ("", {"fp32"}, "int8: the instruction sets of the processor are unknown here"),
     ],
 )
 def test_doctor_names_the_precisions_that_are_fast(

@@ -12,14 +12,7 @@ from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters.base import Exported, Exporter
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.runtimes import available_exporter, exported_files
-from vitcompress.exporters.sidecar import (
-    DENSE,
-    check_sha256,
-    read_class_names,
-    read_sidecar,
-    sidecar_path,
-    usable_sidecar,
-)
+from vitcompress.exporters.sidecar import DENSE, check_sha256, read_classes, read_sidecar, sidecar_path, usable_sidecar
 from vitcompress.exporters.tensorrt.export import source_path
 from vitcompress.io.checks import Check, Status, Verification, update_verification
 from vitcompress.io.files import decode_json_values, file_sha256, read_json
@@ -78,7 +71,7 @@ def export_folder(
         Original(model, images[:CALIBRATION_IMAGES], real),
         path,
         options=options,
-        classes=run_classes(files, model) or read_class_names(onnx),
+        classes=run_classes(files, model) or read_classes(onnx),
         progress=progress,
         calibration=Calibration(model, options, files, progress=progress or Progress()),
     )
