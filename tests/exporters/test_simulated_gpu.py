@@ -85,12 +85,16 @@ EVALUATE = """
 import sys, torch
 import vitcompress as vc
 
-model = vc.create_model("vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2)
-data = [(torch.randn(4, 3, 16, 16), torch.arange(4))]
+torch.manual_seed(0)
+sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2, "num_classes": 4}
+model = vc.create_model("vit_tiny_patch16_224", **sizes)
+torch.nn.init.normal_(model.head.weight, std=10)  # logits that differ clearly
+images = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+data = [(images, model.eval()(images).argmax(1))]
 assert torch.cuda.is_available() and next(model.parameters()).device.type == "cpu"
 for name in ("model.xml", "model.onnx"):
     file = vc.export(model, f"{sys.argv[1]}/{name}")
-    assert vc.evaluate(file, data) == vc.evaluate(model, data)
+    assert vc.evaluate(file, data).correct == vc.evaluate(model, data).correct == 8
 """
 
 
