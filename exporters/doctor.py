@@ -21,7 +21,6 @@ from vitcompress.exporters.onnx.runner import OnnxRunner
 from vitcompress.exporters.runner import RunnerOptions
 from vitcompress.exporters.runtimes import EXPORTERS
 from vitcompress.io import hardware
-from vitcompress.io.hardware import package_versions
 
 LIBRARIES = ("torch", "timm", "onnx", "onnxruntime", "onnxruntime-gpu", "numpy", "safetensors")
 NO_FORMAT = "-"
@@ -62,7 +61,7 @@ def examine() -> dict[str, Any]:
         },
         "precisions": {name: hardware.slow_reason(name) for name in hardware.PRECISIONS},
         "warnings": [conflict] if (conflict := find_conflict()) else [],
-        "versions": package_versions(LIBRARIES),
+        "versions": hardware.package_versions(LIBRARIES),
         "devices": _devices(),
         "export": {name: exporter.unavailable() for name, exporter in EXPORTERS.items()},
         "providers": {n: onnx_problem(provider=n) is None for n, provider in PROVIDERS.items() if provider.present},
@@ -107,7 +106,7 @@ def targets() -> list[Record]:
 
 
 def _target(name: str, export: str | None, run: str | None, packages: Iterable[str], gpu: bool) -> Record:
-    installed = [f"{package} {version}" for package, version in package_versions(packages).items()]
+    installed = [f"{package} {version}" for package, version in hardware.package_versions(packages).items()]
     clocks = None if not gpu or util.find_spec("pynvml") else NO_CLOCKS
     return {"target": name, "export": export, "run": run, "measure": run or clocks, "version": ", ".join(installed)}
 

@@ -93,8 +93,7 @@ def _find_messages(message: Any, kind: type) -> Iterator[Any]:
 
 def location(tensor: Any) -> str | None:
     """The file that holds a tensor's values, empty if it is not specified; None for values inside the model."""
-    external = tensor.data_location == onnx.TensorProto.EXTERNAL
-    return _external(tensor).get("location", "") if external else None
+    return _external(tensor).get("location", "") if tensor.data_location == onnx.TensorProto.EXTERNAL else None
 
 
 def _external(tensor: Any) -> dict[str, str]:

@@ -11,7 +11,6 @@ from typing import Any, Literal, get_args
 
 from vitcompress.errors import DeviceError, InputError, did_you_mean
 from vitcompress.exporters.onnx import libraries
-from vitcompress.exporters.onnx.libraries import RTX, load_onnxruntime
 from vitcompress.exporters.options import Precision
 from vitcompress.exporters.runner import RunnerOptions
 from vitcompress.io import hardware
@@ -67,8 +66,8 @@ class Provider:
     @property
     def present(self) -> bool:
         """Whether it is installed; it may still not work here."""
-        available = [] if libraries.unavailable() else load_onnxruntime().get_available_providers()
-        return self.name in available or (self.name == RTX and bool(util.find_spec(libraries.PLUGIN)))
+        available = [] if libraries.unavailable() else libraries.load_onnxruntime().get_available_providers()
+        return self.name in available or (self.name == libraries.RTX and bool(util.find_spec(libraries.PLUGIN)))
 
 
 def _stream_options(settings: ProviderSettings) -> dict[str, str]:
@@ -119,7 +118,7 @@ PROVIDERS = {
             options=_tensorrt_options,
         ),
         Provider(
-            RTX,
+            libraries.RTX,
             "cuda",
             "pip install onnxruntime-ep-nv-tensorrt-rtx",
             ("onnxruntime-gpu", "onnxruntime", "onnxruntime-ep-nv-tensorrt-rtx", "onnxruntime-ep-nv-tensorrt-rtx-cu13"),
@@ -160,7 +159,7 @@ def choose_provider(device: str | None, name: str | None) -> tuple[Provider, str
         reason = f"it needs an NVIDIA GPU, and torch finds no {device} here{hardware.cuda_reason()}"
         raise DeviceError(f"{provider.name} is not available: {reason}", hint=hint)
     if not provider.present:
-        others = ", ".join(load_onnxruntime().get_available_providers())
+        others = ", ".join(libraries.load_onnxruntime().get_available_providers())
         hint = libraries.find_conflict() or hint
         raise DeviceError(f"{provider.name} is not available: this ONNX Runtime has only {others}", hint=hint)
     return provider, f"cuda:{index}" if on_cuda else device
@@ -173,14 +172,14 @@ def attach(provider: Provider, options: Any, settings: ProviderSettings) -> list
     """
     provider.load()
     values = provider.options(settings)
-    if provider.name != RTX:
+    if provider.name != libraries.RTX:
         return [(provider.name, values)]
-    devices = [device for device in load_onnxruntime().get_ep_devices() if device.ep_name == RTX]
+    devices = [device for device in libraries.load_onnxruntime().get_ep_devices() if device.ep_name == libraries.RTX]
     numbered = ((int(device.ep_options.get("device_id", n)), device) for n, device in enumerate(devices))
     selected = [device for number, device in numbered if number == settings.index]
     if not selected:
         raise DeviceError(
-            f"{RTX} does not support cuda:{settings.index}; it supports {len(devices)} GPUs of this machine",
+            f"{libraries.RTX} does not support cuda:{settings.index}; it supports {len(devices)} GPUs of this machine",
             hint="it is for GeForce and RTX (compute capability 8.6, 8.9, 12.0 and later); use CUDAExecutionProvider",
         )
     options.add_provider_for_devices(selected, values)

@@ -81,5 +81,4 @@ def _least_error(counts: np.ndarray, edges: np.ndarray, precision: EightBits) ->
     values, weights = torch.tensor((edges[1:] + edges[:-1]) / 2), torch.tensor(counts)
     ranges = float(edges[-1]) * torch.arange(1, CLIPS + 1) / CLIPS
     rounded = round_values(values, ranges[:, None] / LARGEST[precision], precision)
-    errors = (weights * (rounded - values).square()).sum(1)
-    return float(ranges[errors.argmin()])
+    return float(ranges[(weights * (rounded - values).square()).sum(1).argmin()])

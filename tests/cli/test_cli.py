@@ -9,8 +9,9 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -353,17 +354,70 @@ def stopped(tmp_path: Path, *arguments: str, when: str) -> subprocess.CompletedP
     return subprocess.CompletedProcess(process.args, process.returncode, out, text + err)
 
 
-def test_ctrl_c_is_not_lost_in_a_finalizer() -> None:
+def press_in_finalizer() -> None:
     class Graph:
         """Freed while Ctrl-C is pressed."""
 
         def __del__(self) -> None:
             signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(KeyboardInterrupt), common.repeat_lost_interrupts():
-        Graph()
+    Graph()
+
+
+def press_and_ignore() -> None:
+    with suppress(BaseException):
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("press", [press_in_finalizer, press_and_ignore])
+def test_a_lost_ctrl_c_is_repeated(press: Callable[[], None]) -> None:
+    passed, handlers = False, [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGALRM)]
+    with pytest.raises(click.Abort), common.abort_on_interrupts():
+        press()
         for _ in range(1000):
             time.sleep(0.01)
+        passed = True
+    assert not passed
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGALRM)] == handlers
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+def test_a_lost_ctrl_c_ends_a_command_that_has_finished_or_failed() -> None:
+    with pytest.raises(click.Abort), common.abort_on_interrupts():
+        press_and_ignore()
+    with pytest.raises(click.Abort), common.abort_on_interrupts():
+        press_and_ignore()
+        raise ValueError("of a library that was interrupted")
+
+
+def test_ctrl_c_does_not_disturb_code_that_cleans_up() -> None:
+    steps = []
+    with pytest.raises(click.Abort), common.abort_on_interrupts():
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            for step in range(5):
+                time.sleep(0.05)
+                with suppress(ValueError):
+                    steps.append(step)
+                    raise ValueError("handled while the interrupt is")
+    assert steps == [0, 1, 2, 3, 4]
+
+
+def test_commands_leave_ignored_ctrl_c_and_other_threads_alone() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with common.abort_on_interrupts():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+    def command() -> Any:
+        with common.abort_on_interrupts():
+            return signal.getsignal(signal.SIGINT)
+
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(command).result() is before
 
 
 def test_ctrl_c_is_one_line_and_exit_130(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Shared by all commands: common options, progress, results, and errors as a panel and an exit code."""
 
-import _thread
 import contextlib
 import contextvars
 import functools
@@ -8,6 +7,7 @@ import gc
 import logging
 import os
 import re
+import signal
 import sys
 import threading
 import traceback
@@ -24,7 +24,6 @@ from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 
 STOPPED = 130  # what a shell reports for a program that Ctrl-C ended
-REPEAT_AFTER = 0.05  # seconds after which a lost Ctrl-C is repeated
 OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|failed to allocate memory|bad_alloc", re.IGNORECASE)
 GPU_ERROR = re.compile(r"CUDA error|CUDA driver|NVIDIA driver|CUBLAS_STATUS|CUDNN_STATUS|NCCL", re.IGNORECASE)
 
@@ -47,32 +46,44 @@ class Commands(click.Group):
         return list(self.commands)
 
     def invoke(self, ctx: click.Context) -> Any:
-        try:
-            with repeat_lost_interrupts():
-                return super().invoke(ctx)
-        except KeyboardInterrupt:
-            raise click.Abort from None  # click itself prints a line
+        with abort_on_interrupts():
+            return super().invoke(ctx)
 
 
 @contextlib.contextmanager
-def repeat_lost_interrupts() -> Iterator[None]:
-    """Repeat a Ctrl-C that Python lost: it ignores exceptions in finalizers, and freeing a torch graph runs many."""
-    before, timers = sys.unraisablehook, list[threading.Timer]()
+def abort_on_interrupts() -> Iterator[None]:
+    """Raise click.Abort at the end if Ctrl-C was pressed, and repeat the exception while nothing handles it.
 
-    def hook(lost: Any) -> None:
-        if lost.exc_type is not KeyboardInterrupt:
-            before(lost)
-            return
-        timers.append(threading.Timer(REPEAT_AFTER, _thread.interrupt_main))  # at once, it would be lost in this hook
-        timers[-1].start()
+    Python ignores exceptions in finalizers, and libraries ignore some of them. Code that cleans up is not disturbed.
+    """
+    before, process, pressed = sys.unraisablehook, os.getpid(), list[int]()
 
-    sys.unraisablehook = hook
+    def interrupt(number: int, frame: Any) -> None:
+        if os.getpid() == process:  # a worker that torch has forked ends by itself
+            pressed.append(number)
+            signal.setitimer(signal.ITIMER_REAL, 0.1)  # seconds until it is repeated
+        handled = sys.exception()
+        while not isinstance(handled, KeyboardInterrupt | None):
+            handled = handled.__context__
+        if number == signal.SIGINT or handled is None:
+            raise KeyboardInterrupt
+
+    # Windows has no timers, other threads cannot set handlers, and a shell may let a background job ignore Ctrl-C.
+    possible = hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
+    if not possible or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    handlers = [(number, signal.signal(number, interrupt)) for number in (signal.SIGINT, signal.SIGALRM)]
+    sys.unraisablehook = lambda lost: None if lost.exc_type is KeyboardInterrupt else before(lost)
     try:
         yield
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for handler in handlers:
+            signal.signal(*handler)
         sys.unraisablehook = before
-        for timer in timers:
-            timer.cancel()
+        if pressed:
+            raise click.Abort
 
 
 def _exit_code(call: Callable[[], Any], arguments: Sequence[str]) -> int:

@@ -18,14 +18,13 @@ from vitcompress.families import Family, Site
 from vitcompress.families.base import SiteKind
 from vitcompress.methods import depth, transfer_entropy
 from vitcompress.methods.base import MEASURED_LAYERS, TRAINED, Choice, Context, Estimate, StepInfo, reject_unused
-from vitcompress.methods.depth import KINDS, Blocks
 from vitcompress.methods.hetdpt import collection, search
 from vitcompress.methods.hetdpt import method as hetdpt
 from vitcompress.methods.options import AllocationOptions, DirectOptions, FixedOptions, RandomOptions, StaticOptions
 from vitcompress.training.distributed import derived_seed
 
 
-def te_static(model: nn.Module, context: Context, options: StaticOptions) -> Blocks:
+def te_static(model: nn.Module, context: Context, options: StaticOptions) -> depth.Blocks:
     context.progress.stage("transfer entropy of every layer")
     sites = depth.all_layers(model, context.family)
     measured = replace(options, attention_bypass=options.te_bypass or options.attention_bypass)
@@ -36,19 +35,19 @@ def te_static(model: nn.Module, context: Context, options: StaticOptions) -> Blo
     return depth.blocks_of(site for site in sites if site.name in lowest)
 
 
-def no_step2(model: nn.Module, context: Context, options: AllocationOptions) -> Blocks:
+def no_step2(model: nn.Module, context: Context, options: AllocationOptions) -> depth.Blocks:
     records, split = hetdpt.allocate(model, context, options)
     orders = collection.removal_orders(records)
-    return {kind: orders[kind][:count] for kind, count in zip(KINDS, split, strict=True)}
+    return {kind: orders[kind][:count] for kind, count in zip(depth.KINDS, split, strict=True)}
 
 
-def no_step1(model: nn.Module, context: Context, options: DirectOptions) -> Blocks:
+def no_step1(model: nn.Module, context: Context, options: DirectOptions) -> depth.Blocks:
     context.progress.stage("direct importance: learnable scores without a budget per type")
     candidates = {site.name for site in depth.all_layers(model, context.family)}
-    return search.search(model, context, options, [frozenset(KINDS)] * options.pruned_layers, candidates)
+    return search.search(model, context, options, [frozenset(depth.KINDS)] * options.pruned_layers, candidates)
 
 
-def named(options: FixedOptions) -> Blocks:
+def named(options: FixedOptions) -> depth.Blocks:
     """The layers in the options. Raises PlanError if there are none, or one twice."""
     lists: dict[SiteKind, tuple[int, ...]] = {"attention": options.attention, "activation": options.activation}
     if not any(lists.values()) or any(len(set(numbers)) != len(numbers) for numbers in lists.values()):
@@ -61,10 +60,10 @@ def named(options: FixedOptions) -> Blocks:
     return lists
 
 
-def pick(model: nn.Module, family: Family, options: RandomOptions, seed: int = 0) -> Blocks:
+def pick(model: nn.Module, family: Family, options: RandomOptions, seed: int = 0) -> depth.Blocks:
     """Keeps one layer of each type. The result is the same on every process. Raises PlanError if there are too few."""
     depth.spread_layers(model, family, options)
-    sites = [site for site in family.sites(model) if site.kind in KINDS]
+    sites = [site for site in family.sites(model) if site.kind in depth.KINDS]
     if options.pick == "last":
         sites.reverse()
     if options.pick == "random":
@@ -72,8 +71,8 @@ def pick(model: nn.Module, family: Family, options: RandomOptions, seed: int = 0
         sites = [sites[i] for i in order]
     left = most = {kind: max(0, len(own) - 1) for kind, own in depth.layers(model, family).items()}
     if options.attention is not None:
-        left = dict(zip(KINDS, (options.attention, options.pruned_layers - options.attention), strict=True))
-        if any(not 0 <= left[kind] <= most[kind] for kind in KINDS):
+        left = dict(zip(depth.KINDS, (options.attention, options.pruned_layers - options.attention), strict=True))
+        if any(not 0 <= left[kind] <= most[kind] for kind in depth.KINDS):
             raise PlanError(
                 f"attention is {options.attention} of pruned_layers {options.pruned_layers}, but at most "
                 f"{most['attention']} attentions and {most['activation']} activations can be removed",

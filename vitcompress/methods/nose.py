@@ -20,7 +20,6 @@ from vitcompress.families import Family
 from vitcompress.families.base import SiteKind
 from vitcompress.methods import depth, transfer_entropy
 from vitcompress.methods.base import MEASURED_LAYERS, Context, Estimate, Method, StepInfo, reject_unused
-from vitcompress.methods.depth import Blocks
 from vitcompress.methods.options import ActivationOptions
 from vitcompress.methods.options import NoseOptions as Options
 
@@ -39,11 +38,11 @@ def dilute(options: ActivationOptions, epochs: int) -> Callable[[int], float]:
 def _method(name: str, kind: SiteKind, options: type[ActivationOptions]) -> Method:
     unused = "gated_ffn" if kind == "attention" else "attention_bypass"
 
-    def unscored(model: nn.Module, family: Family, options: ActivationOptions) -> Blocks:
+    def unscored(model: nn.Module, family: Family, options: ActivationOptions) -> depth.Blocks:
         reject_unused(options, {unused: f"only {kind} layers are removed"})
         return depth.spread_layers(model, family, options, (kind,))
 
-    def choose(model: nn.Module, context: Context, options: ActivationOptions) -> Blocks:
+    def choose(model: nn.Module, context: Context, options: ActivationOptions) -> depth.Blocks:
         context.progress.stage(f"greedy transfer entropy of {kind} layers")
         sites = depth.layers(model, context.family)[kind]
         measured = replace(options, attention_bypass=options.te_bypass) if isinstance(options, Options) else options

@@ -30,7 +30,6 @@ from vitcompress.methods.base import Method, context_for, load_handed_over
 from vitcompress.methods.latency import plan_step
 from vitcompress.methods.table import find_method
 from vitcompress.models import create
-from vitcompress.models.create import input_config, plan_of
 from vitcompress.models.source import resolve_model
 from vitcompress.pipeline.calibration import Calibration
 from vitcompress.pipeline.export import CALIBRATION_IMAGES, write_export
@@ -38,7 +37,6 @@ from vitcompress.pipeline.latency import LatencyClock, measured_on
 from vitcompress.plan import Plan
 from vitcompress.training import distributed
 from vitcompress.training.datasets import as_images
-from vitcompress.training.distributed import Amp
 from vitcompress.training.loaders import BatchLoader, EvalLoader, open_source
 from vitcompress.training.loop import train
 from vitcompress.training.metrics import Accuracy, calibration_images
@@ -133,7 +131,7 @@ def finetune(  # noqa: PLR0913 (each argument is public and has a default)
     *,
     teacher: nn.Module | None = None,
     device: str = "auto",
-    amp: Amp = "none",
+    amp: distributed.Amp = "none",
     workers: int = 0,
     seed: int = 0,
     folder: str | Path | None = None,
@@ -166,7 +164,7 @@ def finetune(  # noqa: PLR0913 (each argument is public and has a default)
     with TemporaryDirectory(prefix="vitcompress-") as scratch, ExitStack() as stack:
         stack.callback(distributed.stop)
         runtime, state = distributed.start(device, amp, workers), Path(folder or scratch)
-        at = TrainingContext(input_config(model), runtime, state, "finetune", seed, progress or Progress())
+        at = TrainingContext(create.input_config(model), runtime, state, "finetune", seed, progress or Progress())
         heldout = None if val_data is None else open_source(val_data, runtime, model)
         source = open_source(train_data, runtime, model)
         return train(model, source, heldout, settings, at, TrainingControls(teacher=teacher))
@@ -185,7 +183,7 @@ def fold(model: nn.Module) -> nn.Module:
         ('blocks.0.mlp',)
     """
     copy = deepcopy(model)
-    copy.plan = surgery.fold_linears(copy, plan_of(model)).plan  # type: ignore[assignment]
+    copy.plan = surgery.fold_linears(copy, create.plan_of(model)).plan  # type: ignore[assignment]
     return copy
 
 
@@ -230,7 +228,7 @@ def export(
     exporter = available_exporter(formats[0], hint="`vitcompress doctor` shows what is missing")
     settings = options_of(ExportOptions, options, f"format {exporter.name}")
     exporter.check(settings)
-    config = input_config(model)
+    config = create.input_config(model)
     path.parent.mkdir(parents=True, exist_ok=True)
     calibration = None
     if data is None:

@@ -28,7 +28,6 @@ from vitcompress.models.create import InputConfig, create_model
 from vitcompress.pipeline.job import Job
 from vitcompress.recipe.schema import ExportTable
 from vitcompress.training import distributed
-from vitcompress.training.distributed import Runtime
 
 QUICK = suite.BenchOptions("paper", warmup=10, runs=40)  # one of up to REPEATS measurements of a candidate
 REPEATS = 5
@@ -109,7 +108,7 @@ class LatencyClock:
     """
 
     input: InputConfig
-    runtime: Runtime
+    runtime: distributed.Runtime
     progress: Progress
     export: ExportTable = ExportTable()  # noqa: RUF009 (frozen)
     batch: int = 1

@@ -50,8 +50,7 @@ def removal_epochs(count: int, factor: float = 1.0) -> list[int]:
 def alternating(attentions: int, activations: int) -> list[Event]:
     """The type of each removal: alternating, first the type with more (activation on ties), then the rest of it."""
     types: list[list[Event]] = [[frozenset({"activation"})] * activations, [frozenset({"attention"})] * attentions]
-    pairs = zip_longest(*sorted(types, key=len, reverse=True))
-    return [event for pair in pairs for event in pair if event]
+    return [event for pair in zip_longest(*sorted(types, key=len, reverse=True)) for event in pair if event]
 
 
 def lr_scale(epoch: float, removals: Sequence[int], lowest: float) -> float:

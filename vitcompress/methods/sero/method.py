@@ -28,7 +28,6 @@ from vitcompress.methods.latency import check_target
 from vitcompress.methods.options import SeroOptions as Options
 from vitcompress.methods.sero import layout
 from vitcompress.methods.sero.exploration import Exploration, sparsity_at
-from vitcompress.methods.sero.layout import Live
 from vitcompress.methods.sero.report import FILE, record, report
 from vitcompress.plan import Plan
 from vitcompress.training.options import TrainOptions
@@ -79,7 +78,7 @@ def structure(model: nn.Module, family: Family, base: Plan, options: Options) ->
     return layout.deploy(base, spaces, live, pad=options.layout == "padded")
 
 
-def _deploy(copy: nn.Module, family: Family, base: Plan, live: Live, options: Options) -> Plan:
+def _deploy(copy: nn.Module, family: Family, base: Plan, live: layout.Live, options: Options) -> Plan:
     """The plan that keeps the live channels. Changes the weights of `copy` so that it computes what the masks did."""
     spaces = layout.prunable(family.spaces(copy))
     _zero(copy, spaces, layout.padding(live, layout.deploy(base, spaces, live).kept))
