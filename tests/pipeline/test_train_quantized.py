@@ -127,7 +127,9 @@ def test_a_file_with_other_ranges_fails(finished: RunFolder, tmp_path: Path) -> 
 
 @pytest.mark.skipif(EXPORTERS["openvino"].unavailable() is not None, reason="OpenVINO is not installed")
 def test_a_model_is_trained_for_int8_with_bf16_elsewhere(tmp_path: Path) -> None:
-    text = SMALL + TABLES.replace('"int8"', '"int8+bf16"\nformats = ["openvino"]')
+    """After some epochs: beside the small logits of an untrained model, the roundings of bf16 are too large."""
+    trained = SMALL.replace("epochs = 1", "epochs = 8")
+    text = trained + TABLES.replace('"int8"', '"int8+bf16"\nformats = ["openvino"]')
     (tmp_path / "recipe.toml").write_text(text)
     code, output = run("recipe", str(tmp_path / "recipe.toml"), "--out", str(tmp_path / "run"))
     assert code == 0, output
