@@ -53,8 +53,7 @@ def resolve_preprocessing(runner: Runner, options: Preprocessing) -> tuple[Input
         f"used: {_format(used)}" if used else "",
         f"assumed, timm's defaults: {_format(assumed)}" if assumed else "",
     )
-    size = config.pop("input_size")
-    return InputConfig(size=size, **config), "; ".join(filter(None, remarks))
+    return InputConfig(size=config.pop("input_size"), **config), "; ".join(filter(None, remarks))
 
 
 def _check_equal(name: str, config: InputConfig, values: Mapping[str, Value]) -> None:

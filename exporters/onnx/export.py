@@ -63,7 +63,7 @@ def export(
     external_data: bool | None = None,
     lean: bool = True,
     reason: str | None = None,
-    form: Form = "int32_bias",
+    form: Form = "unsigned_input",
     **about: Unpack[ModelInfo],
 ) -> Exported:
     """Write `model` to `path` and its sidecar to `<path>.json`. On failure nothing is left behind.
@@ -74,7 +74,7 @@ def export(
     Args:
         options: only precision, islands, weight_bits, uint8 and opset (20 to 23; None: 20, or 22 for bf16) apply.
         form: of the graph in int8 or fp8, see `quantize.graph`.
-        lean: remove unread tokens and join linear layers; False keeps the patterns that TensorRT documents.
+        lean: remove unread tokens and shapes, join linear layers; False keeps the patterns that TensorRT documents.
         reason: reason for the default opset in the metadata; None: a general one.
         external_data: store the weights in `<path>.data`; None: only above the 2 GB that one file can hold.
 
@@ -124,8 +124,8 @@ def prepare_quantized(
     islands, ends = expand_layers(model, options.islands), (*classifier_layers(model), family_of(model).stem)
     kept, stored = [*islands, *ends], ends[:-1] if options.uint8 else ends  # another patch embedding takes bytes
     half = ("pos_embed", *(f"{layer}{WEIGHT}" for layer in stored if layer not in islands))
-    half = half if options.precision == "int8" and form == "int32_bias" else ()
-    bits, factors = options.weight_bits or (7 if form == "int32_bias" else 8), arguments.get("factors", {})
+    half = half if options.precision == "int8" and form != "float_bias" else ()
+    bits, factors = options.weight_bits or (8 if form == "float_bias" else 7), arguments.get("factors", {})
     arguments["options"], rescaled = options.only({"opset", "uint8"}), rescale(model, factors)
     plain = source = export(rescaled, path, **arguments)
     if not arguments.get("lean", True):  # ranges are those of the tokens that are read, in every form
@@ -265,8 +265,8 @@ def _tidy(model: Any, module: nn.Module, metadata: dict[str, str], lean: bool) -
         drop_unread_tokens(model.graph)
         join_linear_layers(model.graph)
         RemoveUnusedNodesPass()(model)
-    for value in (output for node in model.graph for output in node.outputs if not output.is_graph_output()):
-        value.shape = None  # with these shapes ONNX Runtime reuses less memory, and is up to 1.16 times as slow
+        for value in (output for node in model.graph for output in node.outputs if not output.is_graph_output()):
+            value.shape = None  # with stored shapes ONNX Runtime reuses less memory, and is slower
     ClearMetadataAndDocStringPass()(model)  # stack traces: paths of this machine, and bytes that change
     model.metadata_props.update(metadata)
     model.producer_name, model.producer_version = "vitcompress", vitcompress.__version__

@@ -141,8 +141,7 @@ def _dequantize(node: Any, named: Mapping[str, Any], folder: Path) -> tuple[np.n
     if scale.ndim:
         axis = next((a.i for a in node.attribute if a.name == "axis"), 1)
         scale = scale.reshape([-1 if number == axis % stored.ndim else 1 for number in range(stored.ndim)])
-    values = stored.astype(np.float64)
-    return values * scale, half_steps(stored) * scale
+    return stored.astype(np.float64) * scale, half_steps(stored) * scale
 
 
 def half_steps(stored: np.ndarray) -> np.ndarray:

@@ -63,7 +63,7 @@ class EightBitProducts(TorchFunctionMode):
         if func is F.linear and (layer := self.layers.get(id(args[1]))) in self.settings.ranges:
             (x, weight, *biases), scale = args, self.settings.ranges[str(layer)] / largest or 1.0
             steps = weight_scale(weight.detach(), self.settings)
-            if self.settings.form == "int32_bias" and precision == "int8" and self.generator is None:
+            if self.settings.form != "float_bias" and precision == "int8" and self.generator is None:
                 sizes = steps.squeeze(1) * scale  # of the steps of the products
                 biases = [b + ((b / sizes).round() * sizes - b).detach() for b in biases if b is not None]
             x = round_values(x, scale, precision, self.generator)

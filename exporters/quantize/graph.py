@@ -4,8 +4,9 @@ Weights are symmetric, per channel in int8. In fp8 they are per tensor: the rela
 does not depend on their scale. Inputs are symmetric, per tensor. LayerNorm, softmax, GELU, residual additions, the
 patch embedding and the classifier are computed in fp32.
 
-There are two forms. ONNX Runtime and OpenVINO multiply integers only if the biases are int32; TensorRT rejects those,
-and without them ONNX Runtime is slower than in fp32.
+There are three forms. ONNX Runtime and OpenVINO multiply integers only if the biases are int32; TensorRT rejects those,
+and without them ONNX Runtime is slower than in fp32. ONNX Runtime is fast with unsigned inputs only: on x86 it converts
+signed ones, unless several products read them (PVTv2). OpenVINO is slower with unsigned ones.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -22,7 +23,7 @@ from vitcompress.exporters.onnx import file
 from vitcompress.exporters.options import EightBits
 from vitcompress.io.validation import options_of
 
-Form = Literal["int32_bias", "float_bias"]
+Form = Literal["int32_bias", "unsigned_input", "float_bias"]  # the second has int32 biases, too
 Ranges = Mapping[str, float]
 HALF_RANGE = float(np.finfo(np.float16).max)  # a larger value would be stored as infinity
 LARGEST = {"int8": 127.0, "fp8": 448.0}  # number of each type
@@ -105,7 +106,7 @@ def quantize(source: Path, target: Path, settings: Quantization, metadata: Mappi
         extra_options={
             "ActivationSymmetric": True,
             "WeightSymmetric": True,
-            "QuantizeBias": settings.form == "int32_bias",
+            "QuantizeBias": settings.form != "float_bias",
             "OpTypesToExcludeOutputQuantization": ["Gemm", "MatMul"],
             # Its own scales in fp8 suit Gaussian values, and would cut off weights beyond 4.5 standard deviations.
             "TensorQuantOverrides": {n: [{"scale": s, "zero_point": zero}] for n, s in scales.items()} if fp8 else {},
@@ -115,6 +116,11 @@ def quantize(source: Path, target: Path, settings: Quantization, metadata: Mappi
     quantizer.model.topological_sort()
     result = quantizer.model.model
     _store_in_half(result, settings.half)
+    if settings.form == "unsigned_input" and not fp8:
+        zeros = {node.input[2] for node in result.graph.node if node.op_type == "QuantizeLinear"}
+        for tensor in (tensor for tensor in result.graph.initializer if tensor.name in zeros):
+            tensor.CopyFrom(numpy_helper.from_array(np.array(128, np.uint8), tensor.name))
+        del result.graph.value_info[:]  # with the types of signed inputs
     onnx.helper.set_model_props(result, {**file.metadata(result), **(metadata or {})})
     onnx.save(result, str(target))
 

@@ -100,8 +100,7 @@ def read_header(data: bytes) -> dict[str, object]:
     flavour = flavour_of(data)
     if flavour is None or len(data) < HEADER:
         return {"written_by": None, "version": None, "sm": None}
-    bits = data[TARGETS_BYTE]
-    targets = [target for number, target in enumerate(TARGETS) if bits >> number & 1]
+    targets = [target for number, target in enumerate(TARGETS) if data[TARGETS_BYTE] >> number & 1]
     return {
         "written_by": flavour.title,
         "version": ".".join(str(part) for part in data[VERSION_BYTES]),

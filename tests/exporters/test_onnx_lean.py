@@ -28,7 +28,7 @@ def without_last_attention() -> nn.Module:
 
 def rows(path: Path, operator: str) -> list[int | None]:
     """Tokens that the nodes of a kind work on, in order; None for values of two axes."""
-    graph = onnx_ir.load(path).graph
+    graph = onnx_ir.from_proto(onnx.shape_inference.infer_shapes(onnx.load(path))).graph
     shapes = [node.outputs[0].shape for node in graph if node.op_type == operator]
     return [None if shape is None or len(shape) < 3 else shape[-2] for shape in shapes]
 
@@ -73,6 +73,15 @@ def test_averaged_tokens_are_all_computed(variant: str, tmp_path: Path) -> None:
 
 def test_unread_tokens_are_not_computed(tmp_path: Path) -> None:
     assert count_short(build("plain", dtype=torch.float32), tmp_path / "m.onnx") > 0
+
+
+@pytest.mark.parametrize("variant", ["plain", "swin", "pvt"])
+def test_runtimes_infer_the_shapes_of_intermediate_values(variant: str, tmp_path: Path) -> None:
+    model = build(variant, dtype=torch.float32)
+    graph = onnx.load(export(model, tmp_path / "m.onnx", input=input_config(model)).path).graph
+    results = {name for node in graph.node for name in node.output}
+    assert not [v.name for v in graph.value_info if v.name in results and v.type.tensor_type.HasField("shape")]
+    assert [dim.dim_value for dim in graph.output[0].type.tensor_type.shape.dim][1:] == [model.num_classes]
 
 
 def test_linear_layers_are_one_node_each(tmp_path: Path) -> None:

@@ -204,8 +204,7 @@ def _build(arch: str, args: dict[str, Any], *, pretrained: bool, new_head: bool)
     try:
         model: nn.Module = timm.create_model(arch, pretrained=False, **args)
     except (*LIBRARY_ERRORS, OSError) as error:
-        message = f"timm cannot build {arch} with {args}: {_message(error)}"
-        raise InputError(message, hint=CHANGE) from None
+        raise InputError(f"timm cannot build {arch} with {args}: {_message(error)}", hint=CHANGE) from None
     if pretrained:
         check_hub(arch, args.get("num_classes"), new_head=new_head)
         try:

@@ -193,8 +193,7 @@ def current_report(folder: Path, report: Report) -> Report:
 
 def list_names(folder: Path, report: Report | None = None) -> dict[str, list[str]]:
     """SHA-256 -> names, relative to the run folder, of its exported files and of the weights of both models."""
-    files = RunFolder(folder)
-    paths = [*exported_files(folder, "model"), *exported_files(folder, DENSE), files.weights]
+    paths = [*exported_files(folder, "model"), *exported_files(folder, DENSE), RunFolder(folder).weights]
     names: dict[str, list[str]] = {}
     for path in filter(Path.is_file, paths):
         names.setdefault(file_sha256(path), []).append(path.name)

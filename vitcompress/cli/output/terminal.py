@@ -65,8 +65,7 @@ def print_document(text: str, kind: Literal["toml", "markdown"]) -> None:
     if console is None or (kind == "markdown" and console.width < WIDE):
         return print_text(text)
     text = printable(text)
-    rendered = Markdown(text) if kind == "markdown" else Syntax(text, kind, background_color="default")
-    console.print(rendered)
+    console.print(Markdown(text) if kind == "markdown" else Syntax(text, kind, background_color="default"))
 
 
 def print_table(table: Table, *, wrap: bool = False) -> None:
