@@ -9,6 +9,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import pytest
+
 from vitcompress.bench.report import run
 from vitcompress.bench.timing import median_interval
 
@@ -52,6 +54,8 @@ STUDY = {
     "0.12": ("hetdpt_10", "sero_88", "upvit_32_3", "isomorphic_12", "hetdpt_plus_12"),
 }
 
+# Machine on which int8 and bf16 were measured -> section with its two tables.
+SECTIONS = {"epyc": "### int8 and bf16", "xeon-amx": "### With AMX"}
 # The same for the studies in int8: methods, and their rows.
 METHODS = ("HetDPT", "SERo", "UP-ViT", "isomorphic", "HetDPT+")
 INT8 = {
@@ -66,8 +70,8 @@ def content(name: str) -> dict[str, Any]:
     return data
 
 
-def speeds(part: str) -> dict[str, dict[str, Any]]:
-    return {figure["what"]: figure for figure in content(f"speed-{part}-epyc-1-thread.json")["figures"]}
+def speeds(part: str, machine: str = "epyc") -> dict[str, dict[str, Any]]:
+    return {figure["what"]: figure for figure in content(f"speed-{part}-{machine}-1-thread.json")["figures"]}
 
 
 def rows(text: str, start: str) -> list[list[str]]:
@@ -145,10 +149,21 @@ def test_speeds_of_the_study() -> None:
         assert cells[1:] == expected, share
 
 
-def test_speeds_in_int8() -> None:
-    known = speeds("int8")
+def tables(machine: str) -> list[str]:
+    """The section with the speeds in int8 and bf16, split before its second table."""
+    section = TEXTS["bench/results/README.md"].split(f"{SECTIONS[machine]}\n")[1].split("###")[0]
+    return section.split("divided by the ratio of the MACs")
+
+
+def test_amx_was_measured_with_amx() -> None:
+    assert "amx_int8" in content("speed-int8-xeon-amx-1-thread.json")["machine"]["cpu_flags"]
+
+
+@pytest.mark.parametrize("machine", SECTIONS)
+def test_speeds_in_int8(machine: str) -> None:
+    known = speeds("int8", machine)
     dense = {"dense DeiT-S": "deit_s_hetdpt: dense", "dense DeiT-B (distilled)": "deit_iso_2_6g: dense"}
-    shown = TEXTS["bench/results/README.md"].split("### int8 and bf16")[1].split("The same runs")[0]
+    shown, _ = tables(machine)
     lines = [*rows(shown, "`"), *rows(shown, "dense ")]
     assert len(lines) == 26
     for model, file, *cells in lines:
@@ -159,9 +174,10 @@ def test_speeds_in_int8() -> None:
             assert cell == f"{figure['ratio']:.2f} ({low:.2f} to {high:.2f})", (model, file, batch)
 
 
-def test_speeds_in_int8_over_the_ratio_of_the_macs() -> None:
-    known = speeds("int8")
-    shown = TEXTS["bench/results/README.md"].split("divided by the ratio of the MACs")[1].split("###")[0]
+@pytest.mark.parametrize("machine", SECTIONS)
+def test_speeds_in_int8_over_the_ratio_of_the_macs(machine: str) -> None:
+    known = speeds("int8", machine)
+    _, shown = tables(machine)
     forms = ("ONNX Runtime fp32", "ONNX Runtime int8", "OpenVINO bf16", "OpenVINO int8+bf16")
     lines = rows(shown, "`")
     assert len(lines) == 5

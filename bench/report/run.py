@@ -57,7 +57,8 @@ def read_benchmarks(path: Path, kind: object = records.SpeedsRecord) -> list[rec
     content = read_json(path)
     entries: list[records.BenchRecord] = content if isinstance(content, list) else [content]
     hint = "give the output of `vitcompress bench --json`"
-    return check_record(path, entries, list[kind], "contains no measurement", hint)  # type: ignore[valid-type]
+    entries = check_record(path, entries, list[kind], "contains no measurement", hint)  # type: ignore[valid-type]
+    return entries
 
 
 def read_record(path: Path, kind: Any) -> Any:

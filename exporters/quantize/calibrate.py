@@ -67,7 +67,7 @@ def calibrate(source: Path, images: Tensor, precision: EightBits, method: Calibr
             if method != "minmax":
                 collector.collect(values)
         if method == "mse":
-            limits = {name: _least_error(*bins[:2], precision) for name, bins in collector.histogram_dict.items()}
+            limits = {n: _least_error(bins[0], bins[1], precision) for n, bins in collector.histogram_dict.items()}
         elif method != "minmax":
             ends = collector.compute_collection_result()
             limits = {name: float(np.abs(ends[name][:2]).max()) for name in names}

@@ -28,8 +28,7 @@ def round_values(x: Tensor, scale: Tensor | float, precision: str, generator: to
     distance: Tensor | float = 1.0
     if precision == "fp8":
         distance = 2.0 ** (clipped.abs().log2().floor().clamp(min=FP8_EXPONENT) - FP8_BITS + 1)
-    error = torch.rand(x.shape, dtype=x.dtype, generator=generator) - 0.5
-    return (clipped + error * distance) * scale
+    return (clipped + (torch.rand(x.shape, dtype=x.dtype, generator=generator) - 0.5) * distance) * scale
 
 
 def weight_scale(weight: Tensor, settings: Quantization) -> Tensor:
