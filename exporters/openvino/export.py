@@ -57,8 +57,8 @@ def export(
         raise InputError(f"an OpenVINO model is an .xml file, got {path.name}", hint="use a name such as model.xml")
     with TemporaryDirectory(prefix="vitcompress-") as folder:
         stored = _stored_options(options)
-        form: dict[str, Any] = {"options": stored, "reason": REASON, "form": "int32_bias"}
-        source = onnx_export.export(model, Path(folder) / f"{path.stem}.onnx", **form, **about)
+        arguments: dict[str, Any] = {"options": stored, "reason": REASON, "form": "int32_bias"}
+        source = onnx_export.export(model, Path(folder) / f"{path.stem}.onnx", **arguments, **about)
         labels = {**source.metadata, "precision": f'"{options.precision}"'}
         files = write_with_data(path, partial(_convert, source.path, labels))
     about_build = {"runtime": "openvino", "runtime_version": metadata.version("openvino"), "weights": stored.precision}
