@@ -47,8 +47,9 @@ ALL = {
 
 def open_artifacts(
     artifacts: Sequence[str | Path], options: RunnerOptions, variants: str | None, stack: ExitStack
-) -> list[Runner]:
-    """One runner for each pair of `list_variants`; `stack` closes them.
+) -> dict[Runner, tuple[str | Path, str | None]]:
+    """One runner for each artifact, for those that run in torch one per variant; `stack` closes them. Also what each
+    runner is of: (artifact, variant or None).
 
     Raises:
         ArtifactError, DeviceError: one of them cannot run with these options.
@@ -56,8 +57,12 @@ def open_artifacts(
     """
     device = _default_device(artifacts, options.device)
     settings = {} if variants is None else parse_variants(variants, device)
-    runners = []
-    for artifact, variant in list_variants(artifacts, variants, options.device):
+    if settings and not any(map(_runs_in_torch, artifacts)):
+        problem = "--variants are settings of torch, and none of these artifacts runs in torch"
+        raise InputError(problem, hint="leave --variants out, or add a run folder or timm:NAME")
+    names = {path: list(settings) if settings and _runs_in_torch(path) else [None] for path in artifacts}
+    runners = dict[Runner, tuple[str | Path, str | None]]()
+    for artifact, variant in ((path, name) for path in artifacts for name in names[path]):
         from_timm = str(artifact).startswith(TIMM_ONNX)
         any_device = _runs_in_torch(artifact) or from_timm or Path(artifact).suffix == ".onnx"
         own = replace(options, device=device if any_device else options.device, **settings.get(variant or "", {}))
@@ -65,19 +70,8 @@ def open_artifacts(
         runner.name = f"{artifact} {variant}" if variant else runner.name
         stack.callback(runner.close)
         _check_settings(runner, options)
-        runners.append(runner)
+        runners[runner] = artifact, variant
     return runners
-
-
-def list_variants(
-    artifacts: Sequence[str | Path], variants: str | None, device: str | None
-) -> list[tuple[str | Path, str | None]]:
-    """Every artifact, those that run in torch once for each variant: (artifact, variant or None)."""
-    names = [] if variants is None else list(parse_variants(variants, _default_device(artifacts, device)))
-    if names and not any(map(_runs_in_torch, artifacts)):
-        problem = "--variants are settings of torch, and none of these artifacts runs in torch"
-        raise InputError(problem, hint="leave --variants out, or add a run folder or timm:NAME")
-    return [(path, name) for path in artifacts for name in (names if names and _runs_in_torch(path) else [None])]
 
 
 def _default_device(artifacts: Sequence[str | Path], device: str | None) -> str | None:

@@ -51,11 +51,6 @@ def _usable() -> Sequence[int]:
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
 
-def load_average() -> float:
-    """Mean number of runnable processes during the last minute, including this one."""
-    return float(psutil.getloadavg()[0])
-
-
 def cpu_seconds() -> tuple[float, float, float]:
     """Wall-clock time, and CPU seconds used so far: by all processes on the cores that this process may use, and by
     this process with all its descendants (engines run in processes of their own).
@@ -119,7 +114,7 @@ def cpu_state() -> CpuState:
     frequencies = psutil.cpu_freq(percpu=True) if hasattr(psutil, "cpu_freq") else []
     clocks = [core.current for core in frequencies]
     return {
-        "load_average": load_average(),
+        "load_average": psutil.getloadavg()[0],  # mean number of runnable processes during the last minute
         "clock_mhz": [min(clocks), max(clocks)] if clocks else None,
         "governor": GOVERNOR.read_text().strip() if GOVERNOR.is_file() else None,
     }

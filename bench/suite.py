@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from vitcompress.bench import environment, machine, timing
-from vitcompress.bench.artifacts import list_variants, open_artifacts, synthetic_images
+from vitcompress.bench.artifacts import open_artifacts, synthetic_images
 from vitcompress.bench.environment import Monitor
 from vitcompress.bench.report import records
 from vitcompress.bench.report.run import bench_table
@@ -116,13 +116,12 @@ def run(
         runners = open_artifacts(artifacts, runner_options, options.variants, stack)
         if options.fail_under is not None and len(runners) < 2:
             raise InputError("--fail-under compares with the first artifact, got only one", hint="give two or more")
-        bench = compare(runners, options, progress)
+        bench = compare([*runners], options, progress)
     if not options.memory:
         return bench
     (progress or Progress()).stage("Measure the memory of each artifact")
-    names = list_variants(artifacts, options.variants, options.runner.device) * len(protocols)
-    rows = list(bench.rows)
-    for number, (row, (artifact, variant)) in enumerate(zip(bench.rows, names, strict=True)):
+    rows, opened = list(bench.rows), [*runners.values()] * len(protocols)
+    for number, (row, (artifact, variant)) in enumerate(zip(bench.rows, opened, strict=True)):
         if row["device"].startswith("cpu"):
             peaks = measure_memory(str(artifact), variant, options.runner, row["batch"])
             rows[number] = {**row, "memory": cast(records.MemoryRecord, {**row["memory"], **peaks})}

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args
 
 from annotated_types import Ge, Le
+from pydantic import BeforeValidator
 
 from vitcompress.io.validation import Doc
 
@@ -16,6 +17,11 @@ AUTO = "auto"
 EightBits = Literal["int8", "fp8"]
 EIGHT_BITS = get_args(EightBits)
 ONLY_EIGHT_BITS = ("weight_bits", "calibration", "calibration_method", "smooth")  # options of these precisions only
+
+
+def _as_tuple(value: Any) -> Any:
+    """A single name is a list of one; in strict mode, pydantic takes tuples only."""
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,7 @@ class ExportOptions:
     ] = ()
     islands: Annotated[
         tuple[str, ...],
+        BeforeValidator(_as_tuple, tuple[str, ...] | str),
         Doc("names of modules that stay in fp32 at a lower precision; `auto` searches for the smallest set"),
     ] = ()
     weight_bits: Annotated[

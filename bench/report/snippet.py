@@ -65,7 +65,7 @@ def snippet(input: Stored[InputConfig], artifact: ArtifactRecord, image: str = "
     scaled = [math.floor(side / input["crop_pct"]) for side in (width, height)]
     uint8, kind = artifact.get("input") == "uint8", artifact.get("format", "onnx")
     least = (artifact.get("batch") or [1])[0]
-    images = BYTES if uint8 else NORMALIZED.format(mean=_values(input["mean"]), std=_values(input["std"]))
+    images = BYTES if uint8 else NORMALIZED.format(mean=[*map(float, input["mean"])], std=[*map(float, input["std"])])
     load = LOAD.format(
         image=image,
         mode=MODES.get(channels, "RGB"),
@@ -94,7 +94,3 @@ def _size(crop_mode: str, scaled: Sequence[int]) -> str:
     if width == height:
         return f"[int(side * {width} / min(image.size)) for side in image.size]"
     return f"[round(side / min(image.width / {width}, image.height / {height})) for side in image.size]"
-
-
-def _values(values: Sequence[float]) -> str:
-    return str([float(value) for value in values])

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _write(path: Path, lines: list[Line], settings: dict[str, object]) -> None:
-    state = {"load_average": machine.load_average(), "torch_threads": torch.get_num_threads()}
+    state = {"load_average": machine.cpu_state()["load_average"], "torch_threads": torch.get_num_threads()}
     write_json(path, {"figures": lines, "machine": environment.facts(), **state, "settings": settings})
 
 

@@ -141,17 +141,17 @@ def _dequantize(node: Any, named: Mapping[str, Any], folder: Path) -> tuple[np.n
     if scale.ndim:
         axis = next((a.i for a in node.attribute if a.name == "axis"), 1)
         scale = scale.reshape([-1 if number == axis % stored.ndim else 1 for number in range(stored.ndim)])
-    return stored.astype(np.float64) * scale, half_steps(stored) * scale
+    return represented_values(stored, scale)
 
 
-def half_steps(stored: np.ndarray) -> np.ndarray:
-    """Half the distance from each number to the next one of its type."""
+def represented_values(stored: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`stored` times `scale`, and half the distance from each of these values to the next one."""
+    values = stored.astype(np.float64)
     if stored.dtype.kind in "iu":
-        return np.array(0.5)
+        return values * scale, 0.5 * scale
     about = torch.finfo(getattr(torch, stored.dtype.name))
-    sizes = np.maximum(np.abs(stored.astype(np.float64)), about.smallest_normal)
-    distances: np.ndarray = 2.0 ** np.floor(np.log2(sizes)) * about.eps / 2
-    return distances
+    sizes = np.maximum(np.abs(values), about.smallest_normal)
+    return values * scale, 2.0 ** np.floor(np.log2(sizes)) * about.eps / 2 * scale
 
 
 def _read_array(tensor: Any, folder: Path) -> np.ndarray:

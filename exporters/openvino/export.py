@@ -20,7 +20,7 @@ from torch import nn
 from vitcompress.errors import ArtifactError, InputError, first_line
 from vitcompress.exporters.base import Contents, Exported, Exporter, ModelInfo, Stored, record_export, write_with_data
 from vitcompress.exporters.onnx import export as onnx_export
-from vitcompress.exporters.onnx.file import half_steps
+from vitcompress.exporters.onnx.file import represented_values
 from vitcompress.exporters.openvino import runner
 from vitcompress.exporters.openvino.runner import HINTS, INFO, OpenVinoRunner, core, read_ir, read_metadata, unavailable
 from vitcompress.exporters.options import ONLY_EIGHT_BITS, ExportOptions
@@ -134,15 +134,11 @@ def read_contents(path: Path) -> Contents:
             place, size, scale = values.ctypes.data, values.nbytes, arrays.get(f"{stems.get(name)}_scale")
             own, shape = 0 if place in places else size, tuple(values.shape)
             scale = np.array(1.0) if values.dtype == np.float16 else scale
-            represented = None if scale is None else partial(_dequantize, values, scale)
+            represented = None if scale is None else partial(represented_values, values, scale)
             stored.append(Stored(name, shape, size, own, values.tobytes, index, represented))
             places.add(place)
     size = path.stat().st_size + path.with_suffix(".bin").stat().st_size
     return Contents(tuple(stored), size, {**read_metadata(model), "precision": '"fp32"'})
-
-
-def _dequantize(values: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return values.astype(np.float64) * scale, half_steps(values) * scale
 
 
 OPENVINO = Exporter(

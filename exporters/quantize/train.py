@@ -34,8 +34,3 @@ class QuantizedTraining(nn.Module):
         settings = replace(self.settings, ranges=ranges)
         with torch.autocast(x.device.type, enabled=False), EightBitProducts(self.model, settings):
             return self.model(x)
-
-    def no_weight_decay(self) -> set[str]:
-        """Names of parameters that timm's optimizers exclude from weight decay."""
-        own: Any = getattr(self.model, "no_weight_decay", set)
-        return {"log_ranges", *(f"model.{name}" for name in own())}

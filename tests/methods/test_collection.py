@@ -11,7 +11,7 @@ from test_search import Stop
 
 from vitcompress.io.files import read_json
 from vitcompress.io.progress import Progress
-from vitcompress.methods.hetdpt.collection import Record, collect, fast_options, removal_orders, rows
+from vitcompress.methods.hetdpt.collection import Collector, Record, fast_options, removal_orders, rows
 from vitcompress.methods.options import AllocationOptions, CollectionOptions, EntropyOptions
 from vitcompress.training.options import Augmentation, TrainOptions
 
@@ -24,7 +24,7 @@ def run(
 ) -> list[Record]:
     vit = model(depth)
     around = context(folder, vit, **changes)
-    return collect(vit, around, AllocationOptions(pruned_layers=budget, te=TE, collection=options))
+    return Collector(vit, around, AllocationOptions(pruned_layers=budget, te=TE, collection=options)).run()
 
 
 def test_the_published_points(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_the_dry_run_counts_the_rounds_that_run(budget: int, options: Any, round
     settings = CollectionOptions(epochs=0, **options)
     step_1 = AllocationOptions(pruned_layers=budget, te=TE, collection=settings)
     entropy, tuning = collection.estimate(vit, family_of(vit), step_1)
-    collection.collect(vit, context(tmp_path, vit), step_1)
+    collection.Collector(vit, context(tmp_path, vit), step_1).run()
     tables = [read_json(path) for path in tmp_path.glob("te_*.json")]
     assert tuning.rounds == len(tables) == rounds
     assert entropy.rounds == sum(len(table["rows"]) + 1 for table in tables)

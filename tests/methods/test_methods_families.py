@@ -20,7 +20,7 @@ from vitcompress.methods import depth, nose
 from vitcompress.methods.base import LEFT_WEIGHTS, Context
 from vitcompress.methods.calibration import calibration_images
 from vitcompress.methods.hetdpt import method as hetdpt
-from vitcompress.methods.hetdpt.collection import collect
+from vitcompress.methods.hetdpt.collection import Collector
 from vitcompress.methods.options import AllocationOptions, CollectionOptions
 from vitcompress.methods.table import METHODS
 from vitcompress.models.create import create_model
@@ -178,7 +178,7 @@ def test_every_round_of_the_collection_measures_gates_on_its_own_weights(
 
     monkeypatch.setattr(depth, "freeze_gates", record)
     fast = CollectionOptions(epochs=1, images_per_class=8, lr=1e-2, interleaved=0)
-    collect(vit, around, AllocationOptions(pruned_layers=2, te=OPTIONS["nose"].te, collection=fast))
+    Collector(vit, around, AllocationOptions(pruned_layers=2, te=OPTIONS["nose"].te, collection=fast)).run()
     second = next(iter(frozen[-1]))
     assert not torch.equal(frozen[-1][second], means_of(vit, around)[second])
 
@@ -189,13 +189,13 @@ def test_untrained_rounds_resume_with_the_same_gates(tmp_path: Path) -> None:
     options = AllocationOptions(pruned_layers=2, te=OPTIONS["nose"].te, collection=fast)
     for name in ("whole", "resumed"):
         vit, around = world("swiglu", tmp_path / name)
-        collect(vit, around, options)
+        Collector(vit, around, options).run()
         (tmp_path / name / "activation_02.json").unlink()
         (tmp_path / name / "te_activation_02.json").unlink()
     vit, around = world("swiglu", tmp_path / "resumed")
-    collect(vit, around, options)
+    Collector(vit, around, options).run()
     vit, around = world("swiglu", tmp_path / "whole" / "again")
-    collect(vit, around, options)
+    Collector(vit, around, options).run()
     tables = [read_json(tmp_path / name / "te_activation_02.json") for name in ("resumed", "whole/again")]
     assert tables[0] == tables[1]
 

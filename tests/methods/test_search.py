@@ -87,7 +87,7 @@ def test_score_gradient_is_the_derivative_of_the_loss_by_the_gate(tmp_path: Path
     sites = depth.all_layers(vit, about.family)
     probe = depth.gate_layers(vit, about, sites, DepthOptions(pruned_layers=1, attention_bypass=bypass)).eval()
     pixels = torch.randn(4, 1, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    gradients = torch.autograd.grad(probe(pixels).square().sum(), probe.score_parameters())
+    gradients = torch.autograd.grad(probe(pixels).square().sum(), list(probe.scores))
     step = 1e-5
     for site, gradient in zip(probe.sites, gradients, strict=True):
         values = []
@@ -106,12 +106,14 @@ def test_every_parameter_learns_and_scores_never_decay(tmp_path: Path) -> None:
     vit = model()
     about = context(tmp_path, vit)
     probe = depth.gate_layers(vit, about, depth.layers(vit, about.family)["attention"], TWO)
-    decay, bare, scores = parameter_groups(probe, TrainOptions(lr=0.1, weight_decay=0.05), 3.0)
+    bare, decay, scores = parameter_groups(probe, TrainOptions(lr=0.1, weight_decay=0.05), 3.0)
     assert {id(p) for group in (decay, bare, scores) for p in group["params"]} == {id(p) for p in probe.parameters()}
     assert (decay["weight_decay"], bare["weight_decay"], scores["weight_decay"]) == (0.05, 0.0, 0.0)
     assert scores["lr"] == pytest.approx(0.3)
-    assert scores["params"] == probe.score_parameters()
+    assert scores["params"] == list(probe.scores)
     assert all(parameter.ndim > 1 for parameter in decay["params"])
+    names = {id(p): name for name, p in probe.named_parameters()}
+    assert {names[id(p)] for p in bare["params"]} >= {"model.cls_token", "model.pos_embed"}
 
 
 def run(folder: Path, events: Any, candidates: set[str], **changes: Any) -> tuple[Any, list[Any]]:

@@ -110,7 +110,7 @@ def test_scores_do_not_change_the_output_and_every_parameter_always_gets_a_gradi
     open_model = gated(model)
     before = logits(open_model, x)
     with torch.no_grad():
-        for number, score in enumerate(open_model.score_parameters()):
+        for number, score in enumerate(open_model.scores):
             score.fill_(number - 1.5)
     assert torch.equal(logits(open_model, x), before)
     assert list(open_model.scores_of().values()) == [-1.5, -0.5, 0.5, 1.5]

@@ -190,13 +190,12 @@ def test_a_deep_copy_has_gates_scores_and_hooks_of_its_own(bypass: str) -> None:
     assert_same(logits(copy, x), logits(deployed, x))
 
 
-def test_a_gated_model_takes_over_mode_and_names_without_weight_decay() -> None:
+def test_a_gated_model_takes_over_the_mode_and_has_one_score_per_layer() -> None:
     model = build("distilled")
     one = add_gates(model, layers(model))
     assert not one.training
-    assert one.no_weight_decay() == {f"model.{name}" for name in model.no_weight_decay()} != set()
-    assert {id(p) for p in one.parameters()} == {id(p) for p in (*one.score_parameters(), *one.model.parameters())}
-    assert len(one.score_parameters()) == 4
+    assert {id(p) for p in one.parameters()} == {id(p) for p in (*one.scores, *one.model.parameters())}
+    assert len(one.scores) == 4
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
+from vitcompress.training.metrics import wilson
 from vitcompress.verify import outputs
 from vitcompress.verify.outputs import SHARES, Comparison, Original, comparison_checks, output_checks
 from vitcompress.verify.tolerance import _roundoff
@@ -85,7 +86,7 @@ def test_each_figure_has_its_own_limit(share: float) -> None:
 def test_the_detail_counts_the_flips() -> None:
     limits = (0.01, 0.01, 0.0, 0.0)
     (check, *_) = comparison_checks(Comparison(40, 3, 1, 0.0, 1.0, 0.0), limits, "a", "fp16 in a runtime")
-    low, high = (f"{100 * end:.1f}" for end in Comparison(40, 3, 1, 0.0, 1.0, 0.0).interval)
+    low, high = (f"{100 * end:.1f}" for end in wilson(3, 40))
     assert check.detail == (
         f"agrees with the model: 39 of 40 images (3 in another class, 95 % interval {low} to {high} %; "
         "2 of them near ties, which rounding explains); fp16 in a runtime"

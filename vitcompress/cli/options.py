@@ -42,7 +42,7 @@ def parse_list(convert: Callable[[str], Any], expected: str) -> Callable[[str], 
     def parse(value: str) -> tuple[Any, ...] | None:
         try:
             return tuple(convert(word.strip()) for word in value.split(",") if word.strip()) or None
-        except ValueError:
+        except (ValueError, click.BadParameter):
             raise click.BadParameter(f"got {value!r}, expected {expected}") from None
 
     return parse
@@ -50,18 +50,6 @@ def parse_list(convert: Callable[[str], Any], expected: str) -> Callable[[str], 
 
 def _capability(word: str) -> int:
     return int(word.lower().removeprefix("sm").removeprefix("_").replace(".", ""))
-
-
-def _share(word: str) -> float:
-    if float(word) < 0 or float(word) > 1:
-        raise ValueError(word)
-    return float(word)
-
-
-def _positive(word: str) -> int:
-    if not 1 <= int(word) <= MOST:
-        raise ValueError(word)
-    return int(word)
 
 
 def alias(metavar: str, names: Mapping[str, str] = ALIASES) -> dict[str, Any]:
@@ -72,8 +60,10 @@ def alias(metavar: str, names: Mapping[str, str] = ALIASES) -> dict[str, Any]:
 parse_words = parse_list(str, "names")
 parse_formats = parse_list(lambda word: ALIASES.get(word.lower(), word), "formats")
 parse_capabilities = parse_list(_capability, "compute capabilities, as in 80,8.9")
-parse_batches = parse_list(_positive, "numbers from 1 to 1048576, as in 1,8,64")
-parse_shares = parse_list(_share, "numbers from 0 to 1, as in 0.485,0.456,0.406; divide those of bytes by 255")
+parse_batches = parse_list(click.IntRange(1, MOST), "numbers from 1 to 1048576, as in 1,8,64")
+parse_shares = parse_list(
+    click.FloatRange(0, 1), "numbers from 0 to 1, as in 0.485,0.456,0.406; divide those of bytes by 255"
+)
 
 
 def parse_batch_range(value: str) -> tuple[int, ...]:

@@ -78,14 +78,6 @@ class Site:
     gates: str = ""
 
 
-@dataclass(frozen=True)
-class LinearPair:
-    """Paths of the two linear layers of an FFN, in order of use."""
-
-    first: str
-    second: str
-
-
 # The spaces inside of a module, and the residual axes that it reads and writes.
 Described = tuple[list[Space], list[Axis]]
 
@@ -214,10 +206,10 @@ class Family(ABC):
         """The state dict of a dense model with the names that timm's unprepared model has."""
         return model.state_dict()
 
-    def linear_pair(self, model: nn.Module, ffn: str) -> LinearPair | None:
-        """The layers that `surgery.fold` multiplies; None if the FFN does not consist of two."""
+    def linear_pair(self, model: nn.Module, ffn: str) -> tuple[str, str] | None:
+        """Paths of the layers that `surgery.fold` multiplies, in order of use; None if there are not two."""
         is_pair = isinstance(model.get_submodule(ffn), Mlp | GluMlp)
-        return LinearPair(f"{ffn}.fc1", f"{ffn}.fc2") if is_pair else None
+        return (f"{ffn}.fc1", f"{ffn}.fc2") if is_pair else None
 
     def normalized(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
         """Path of each LayerNorm of a block whose output only linear layers read -> paths of these layers."""

@@ -5,16 +5,14 @@ attention these steps cancel, so they go with it. In a block whose wiring change
 attention (`ShiftedWindowAttention`).
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
-import torch
 from timm.models.swin_transformer import (
     PatchMerging,
     SwinTransformer,
     SwinTransformerBlock,
     WindowAttention,
-    window_partition,
-    window_reverse,
 )
 from torch import Tensor, nn
 
@@ -27,6 +25,9 @@ class ShiftedWindowAttention(SlicedWindowAttention):
     """The attention of a Swin block with the block's shift, padding and partition: tokens in, tokens out."""
 
     attn_mask: Tensor | None
+    # They read the attributes below; the first one calls `attn` for the windows.
+    _attn: Any = SwinTransformerBlock._attn
+    get_attn_mask: Any = SwinTransformerBlock.get_attn_mask
 
     def __init__(self, block: Any) -> None:
         attn = block.attn
@@ -38,19 +39,12 @@ class ShiftedWindowAttention(SlicedWindowAttention):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """x: normalised tokens, (batch, height, width, channels) -> the same shape."""
-        height, width, channels = x.shape[1:]
-        shift = tuple(self.shift_size)
-        if any(shift):
-            x = torch.roll(x, shifts=(-shift[0], -shift[1]), dims=(1, 2))
-        down, right = (-size % window for size, window in zip(x.shape[1:3], self.window_size, strict=True))
-        x = nn.functional.pad(x, (0, 0, 0, right, 0, down)) if down or right else x
-        padded_height, padded_width = x.shape[1:3]
-        windows = window_partition(x, self.window_size).view(-1, self.window_area, channels)
-        # The mask keeps windows apart that the shift brings together; timm computes it from these attributes.
-        mask = SwinTransformerBlock.get_attn_mask(cast(Any, self), x) if self.dynamic_mask else self.attn_mask
-        windows = super().forward(windows, mask).view(-1, *self.window_size, channels)
-        x = window_reverse(windows, self.window_size, padded_height, padded_width)[:, :height, :width]
-        return torch.roll(x, shifts=shift, dims=(1, 2)) if any(shift) else x
+        return cast(Tensor, self._attn(x))
+
+    @property
+    def attn(self) -> Callable[..., Tensor]:
+        """The attention within windows."""
+        return super().forward
 
 
 class SwinFamily(StagedFamily):

@@ -57,9 +57,6 @@ class Verification:
         data = {"passed": self.passed, "checks": [check.to_dict(folder) for check in self.checks]}
         return {**data, **({"weights": dict(self.weights)} if self.weights else {})}
 
-    def write(self, folder: Path) -> None:
-        write_json(RunFolder(folder).verification, self.to_dict(folder))
-
 
 def update_verification(folder: Path, verification: Verification, replaced: Callable[[str], bool]) -> None:
     """Add checks and weights to the folder's verify.json. replaced(name): whether to drop a check that is there."""

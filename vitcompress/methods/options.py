@@ -278,7 +278,10 @@ class UpvitOptions(LatencyOptions):
         dict[str, Any],
         Doc("sizes besides the model's own, as in { num_heads = 3, depth = 10 }; the smallest for a latency"),
     ] = field(default_factory=dict)
-    heads: Annotated[Strategy, Doc("how new heads are formed from old ones (`regroup`)")] = "groups"
+    heads: Annotated[
+        Strategy,
+        Doc("new heads from the best channels of `groups` of old ones, `across` all, or equally many of `each`"),
+    ] = "groups"
     images: Annotated[int, Ge(1), Doc("proxy images from the training set, the same number of each class")] = 2000
     reference: Annotated[
         Literal["given", "current"],

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import tomli_w
 from annotated_types import Ge, Gt, Le
-from pydantic import BeforeValidator, JsonValue, create_model
+from pydantic import JsonValue, create_model
 from pydantic_core import to_jsonable_python
 
 from vitcompress.exporters.options import ExportOptions, Positive
@@ -49,11 +49,6 @@ class QuantizeTable:
     ranges: Annotated[Literal["fixed", "learned"], Doc("of inputs of layers: calibrated, or trained")] = "learned"
 
 
-def _as_tuple(value: Any) -> Any:
-    """A single name is a list of one; in strict mode, pydantic takes tuples only."""
-    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
-
-
 @dataclass(frozen=True)
 class ExportTable(ExportOptions):
     """Which files are exported, and how."""
@@ -61,11 +56,6 @@ class ExportTable(ExportOptions):
     formats: Annotated[tuple[str, ...], Doc("onnx, openvino, trt, trt-rtx; each uses the options that apply")] = (
         "onnx",
     )
-    islands: Annotated[
-        tuple[str, ...],
-        BeforeValidator(_as_tuple, tuple[str, ...] | str),
-        Doc("names of modules that stay in fp32 at a lower precision; `auto` searches for the smallest set"),
-    ] = ()
 
 
 @dataclass(frozen=True)

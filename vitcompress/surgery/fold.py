@@ -147,7 +147,7 @@ def _linear_layers(model: nn.Module, family: Family, name: str) -> list[nn.Linea
     if name not in scales:
         pair = family.linear_pair(model, name)
         assert pair is not None, name
-    paths = (pair.first, pair.second) if pair else (scales[name],)
+    paths = pair or (scales[name],)
     layers = [layer for layer in map(model.get_submodule, paths) if isinstance(layer, nn.Linear)]
     assert len(layers) == len(paths), name
     return layers

@@ -137,14 +137,6 @@ class GatedModel(nn.Module):
     def scores_of(self) -> dict[str, float]:
         return {site.name: float(score.detach()) for site, score in zip(self.sites, self.scores, strict=True)}
 
-    def score_parameters(self) -> list[nn.Parameter]:
-        return list(self.scores)
-
-    def no_weight_decay(self) -> set[str]:
-        """Names of parameters that timm's optimizers exclude from weight decay."""
-        own: Any = getattr(self.model, "no_weight_decay", set)
-        return {f"model.{name}" for name in own()}
-
     def get_extra_state(self) -> Tensor:
         return torch.tensor([self._gates[site.name] for site in self.sites], dtype=torch.float64)
 

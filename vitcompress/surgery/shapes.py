@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from torch import nn
 
 from vitcompress.families import Family, Site, family_of
-from vitcompress.families.base import LinearPair
 from vitcompress.plan import Plan, is_within
 from vitcompress.surgery.edit import segments_of
 
@@ -43,7 +42,7 @@ def planned_tensors(dense: nn.Module, plan: Plan) -> tuple[PlannedTensor, ...]:
     rows = [
         row for ffn, pair in pairs.items() if not is_within(ffn, removed) for row in _folded(ffn, pair, before, after)
     ]
-    members = {member for pair in pairs.values() for member in (pair.first, pair.second)}
+    members = {member for pair in pairs.values() for member in pair}
     for name, shape in before.items():
         if is_within(name, removed):
             rows.append(PlannedTensor(name, {name: shape}, None, "removed"))
@@ -53,11 +52,11 @@ def planned_tensors(dense: nn.Module, plan: Plan) -> tuple[PlannedTensor, ...]:
     return tuple(rows)
 
 
-def _folded(ffn: str, pair: LinearPair, before: Shapes, after: Shapes) -> Iterator[PlannedTensor]:
+def _folded(ffn: str, pair: tuple[str, str], before: Shapes, after: Shapes) -> Iterator[PlannedTensor]:
     """W2 W1 and W2 b1 + b2, which replace two layers."""
-    outputs, inputs = after[f"{pair.second}.weight"][0], after[f"{pair.first}.weight"][1]
+    outputs, inputs = after[f"{pair[1]}.weight"][0], after[f"{pair[0]}.weight"][1]
     for leaf, shape in (("weight", (outputs, inputs)), ("bias", (outputs,))):
-        parts = {name: before[name] for layer in (pair.first, pair.second) if (name := f"{layer}.{leaf}") in before}
+        parts = {name: before[name] for layer in pair if (name := f"{layer}.{leaf}") in before}
         if parts:
             yield PlannedTensor(f"{ffn}.{leaf}", parts, shape, "folded")
 
@@ -73,8 +72,8 @@ def sliced_shapes(before: Shapes, dense: nn.Module, family: Family, plan: Plan) 
     for site in family.sites(dense):
         pair = family.linear_pair(dense, site.gates) if site.gates and site.name in plan.removed else None
         if pair:
-            hidden = after[f"{pair.second}.weight"][1]
-            own = [name for leaf in ("weight", "bias") if (name := f"{pair.first}.{leaf}") in after]
+            hidden = after[f"{pair[1]}.weight"][1]
+            own = [name for leaf in ("weight", "bias") if (name := f"{pair[0]}.{leaf}") in after]
             after |= {name: (hidden, *after[name][1:]) for name in own}
     return after
 

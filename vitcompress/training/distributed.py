@@ -14,7 +14,6 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-from timm.utils import random_seed
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -120,11 +119,6 @@ def cpu_threads(count: int | None) -> Iterator[None]:
 def derived_seed(*parts: object) -> int:
     """A 32-bit seed derived from `parts` alone."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big")
-
-
-def seed_everything(*parts: object) -> None:
-    """Seed the generators of Python, NumPy and torch (all devices) with a seed derived from `parts`."""
-    random_seed(derived_seed(*parts))
 
 
 def check_device(name: str, amp: str, local_rank: int = 0) -> torch.device:

@@ -103,11 +103,6 @@ class FeatureStudent(nn.Module):
         logits, features = _logits_and_features(self.model, x, self.kind)
         return logits, self.projection(features)
 
-    def no_weight_decay(self) -> set[str]:
-        """Names of parameters that timm's optimisers exclude from weight decay."""
-        own: Any = getattr(self.model, "no_weight_decay", set)
-        return {f"model.{name}" for name in own()}
-
 
 def student_of(module: nn.Module, kind: Distillation, teacher: nn.Module | None, seed: int = 0) -> nn.Module:
     """The module to train: `module` itself, or a wrapper that also returns its features.

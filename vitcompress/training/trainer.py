@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
-from timm.optim import create_optimizer_v2
+from timm.optim import create_optimizer_v2, param_groups_weight_decay
 from timm.scheduler import create_scheduler_v2
-from timm.utils import ModelEmaV3
+from timm.utils import ModelEmaV3, random_seed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,7 +21,7 @@ from vitcompress.errors import InputError, VitcompressError
 from vitcompress.io.progress import Progress
 from vitcompress.io.training_state import State
 from vitcompress.models.create import InputConfig
-from vitcompress.training.distributed import Runtime, seed_everything
+from vitcompress.training.distributed import Runtime, derived_seed
 from vitcompress.training.loaders import BatchLoader, EvalLoader, TrainData, TrainLoader, too_few_images
 from vitcompress.training.losses import Objective, inner
 from vitcompress.training.options import EpochRecord, TrainOptions
@@ -182,7 +182,7 @@ class Learner:
     def epoch(self, number: int) -> float:
         """Train one pass over the training set; return the mean loss over all images and ranks."""
         job, total = self.job, torch.zeros((), device=self.job.at.runtime.device)
-        seed_everything(job.at.seed, job.at.label, number, job.at.runtime.rank)
+        random_seed(derived_seed(job.at.seed, job.at.label, number, job.at.runtime.rank))
         self.loader.set_epoch(number)
         job.module.train()
         batches = iter(self.loader)
@@ -247,6 +247,13 @@ class Learner:
         self.ema.module.load_state_dict({**self.ema.module.state_dict(), **kept})
 
 
+def weight_groups(module: nn.Module, decay: float) -> list[dict[str, Any]]:
+    """timm's groups of parameters: matrices with weight decay, vectors and the exceptions of timm's model without."""
+    own: Any = getattr(inner(module), "no_weight_decay", set)
+    exceptions = {f"{prefix}{name}" for name in own() for prefix in ("", "model.")}  # the name in a wrapper
+    return list(param_groups_weight_decay(module, decay, no_weight_decay_list=exceptions))
+
+
 def make_optimizer(
     parameters: nn.Module | Sequence[dict[str, Any]], options: TrainOptions, device: torch.device
 ) -> torch.optim.Optimizer:
@@ -254,8 +261,9 @@ def make_optimizer(
 
     Raises InputError if timm has no such optimiser, or it does not take these options.
     """
-    if options.decay_all and isinstance(parameters, nn.Module):  # timm groups the parameters of a model only
-        parameters = [{"params": [p for p in parameters.parameters() if p.requires_grad]}]
+    if isinstance(parameters, nn.Module):
+        trained = [{"params": [p for p in parameters.parameters() if p.requires_grad]}]
+        parameters = trained if options.decay_all else weight_groups(parameters, options.weight_decay)
     extra: dict[str, Any] = {"lr": options.peak_lr, "weight_decay": options.weight_decay}
     extra |= {"betas": options.betas} if options.betas else {}
     if options.optimizer.lower() in ("adam", "adamw") and device.type in ("cpu", "cuda"):

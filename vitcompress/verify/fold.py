@@ -53,8 +53,8 @@ def _chains(unfolded: nn.Module, names: tuple[str, ...]) -> dict[str, list[str]]
     chains, owner = dict[str, list[str]](), dict[str, str]()
     for name in names:
         if name not in scales and (pair := family.linear_pair(unfolded, name)):
-            chains[name] = [pair.first, pair.second]
-            owner[pair.second] = name
+            chains[name] = list(pair)
+            owner[pair[1]] = name
     for name in names:
         if name in scales:
             before = scales[name]

@@ -16,7 +16,7 @@ from vitcompress.exporters.runtimes import exported_files
 from vitcompress.exporters.sidecar import DENSE
 from vitcompress.exporters.tensorrt.export import source_path
 from vitcompress.io.checks import Check, Verification, largest_difference, limit_check, problem_check
-from vitcompress.io.files import read_json, signed_files
+from vitcompress.io.files import read_json, signed_files, write_json
 from vitcompress.io.manifest import record_changes, write_manifest
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
@@ -79,7 +79,7 @@ def verify_folder(
                 files, checks, images, RunFolder(dense or files.dense), progress or Progress()
             )
         if not signed_files.get():
-            verification.write(files.path)
+            write_json(files.verification, verification.to_dict(files.path))
         if images is not None and seen is not None:
             save_tensors(files.recorded_outputs, seen)
     if adopt and verification.passed:

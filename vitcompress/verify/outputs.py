@@ -96,13 +96,8 @@ class Comparison:
     cosine: float
     error: float
 
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Wilson's 95 % interval of the share of flips."""
-        return wilson(self.flips, self.images)
-
     def describe_flips(self) -> str:
-        low, high = (f"{100 * end:.1f}" for end in self.interval)
+        low, high = (f"{100 * end:.1f}" for end in wilson(self.flips, self.images))
         text = f"agrees with the model: {self.images - self.unexplained:,} of {self.images:,} images"
         near = f"{self.flips - self.unexplained} of them near ties, which rounding explains"
         return (

@@ -4,10 +4,11 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, is_dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import click
+from pydantic_core import to_jsonable_python
 from rich.console import Console, Group
 from rich.markdown import Markdown
 from rich.measure import Measurement
@@ -42,11 +43,7 @@ def stream_console(*, stderr: bool) -> Console:
 
 def print_json(value: Any) -> None:
     """Only `value` on standard output: plain data, dataclasses and paths."""
-
-    def convert(item: Any) -> object:
-        return asdict(item) if is_dataclass(item) and not isinstance(item, type) else str(item)
-
-    click.echo(format_json(value, default=convert))
+    click.echo(format_json(to_jsonable_python(value, fallback=str)))
 
 
 def print_text(text: str) -> None:

@@ -55,15 +55,6 @@ def fine_tune(model: nn.Module, context: Context, options: CollectionOptions, na
         context.run_training(model, images, None, settings, name, label=label)
 
 
-def collect(model: nn.Module, context: Context, options: AllocationOptions) -> list[Record]:
-    """All rows of step 1, the dense point first; a killed run resumes with its last round.
-
-    A row has the chain, per type the dense block numbers in order of removal, and the held-out accuracy in percent
-    before and after fine-tuning.
-    """
-    return _Collector(model, context, options).run()
-
-
 def check_options(options: CollectionOptions) -> None:
     """Raise PlanError for an option without effect."""
     fast = [option.name for option in fields(FastTraining)]
@@ -111,7 +102,7 @@ def rows(records: Sequence[Record], counts: dict[SiteKind, int]) -> list[Row]:
     return [Row(1 - len(r[first]) / counts[first], 1 - len(r[second]) / counts[second], r["accuracy"]) for r in records]
 
 
-class _Collector:
+class Collector:
     """The chains. shared: key of the round that two chains start from."""
 
     def __init__(self, model: nn.Module, context: Context, options: AllocationOptions) -> None:
@@ -120,6 +111,11 @@ class _Collector:
         self.shared = ""
 
     def run(self) -> list[Record]:
+        """All rows of step 1, the dense point first; a killed run resumes with its last round.
+
+        A row has the chain, per type the dense block numbers in order of removal, and the held-out accuracy in percent
+        before and after fine-tuning.
+        """
         mixed = _interleaved(self.options.collection)
         self.shared = f"{mixed[0]}_01" if mixed else ""
         single = {
@@ -213,7 +209,7 @@ def gradient_disparity(model: nn.Module, context: Context, options: AllocationOp
     batches = torch.zeros((), dtype=torch.float64)
     for inputs, targets in calibration_images(context, options.te.images):
         loss = functional.cross_entropy(gated(inputs), targets)
-        gradient = torch.stack(torch.autograd.grad(loss, gated.score_parameters())).detach().cpu().double()
+        gradient = torch.stack(torch.autograd.grad(loss, list(gated.scores))).detach().cpu().double()
         sums += torch.stack([gradient.abs(), gradient, gradient**2])
         batches += 1
     magnitude, mean, square = (context.runtime.all_sum(sums) / context.runtime.all_sum(batches)).tolist()

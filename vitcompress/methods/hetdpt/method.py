@@ -58,7 +58,7 @@ def choose(model: nn.Module, context: Context, options: Options) -> Blocks:
 def allocate(model: nn.Module, context: Context, options: AllocationOptions) -> tuple[list[Record], tuple[int, int]]:
     """Step 1: its rows, and the numbers of attentions and activations to remove, recorded as `allocation.json`."""
     context.progress.stage("HetDPT step 1: collection for the budget allocation")
-    records = collection.collect(model, context, options)
+    records = collection.Collector(model, context, options).run()
     counts = {kind: len(sites) for kind, sites in depth.layers(model, context.family).items()}
 
     def compute() -> object:

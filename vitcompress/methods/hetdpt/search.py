@@ -29,7 +29,7 @@ from vitcompress.methods.hetdpt.collection import fast_options
 from vitcompress.methods.options import DirectOptions
 from vitcompress.surgery.gates import GatedModel
 from vitcompress.training.options import TrainOptions
-from vitcompress.training.trainer import TrainingControls
+from vitcompress.training.trainer import TrainingControls, weight_groups
 
 Event = frozenset[SiteKind]
 Record = dict[str, Any]
@@ -148,7 +148,7 @@ class _Search:
         """Hook of an optimizer step: gradients are then summed over processes and accumulation, and without the loss
         scale of fp16, which fused optimizers remove inside the step.
         """
-        gradients = [p.grad.detach().float() for p in self.model.score_parameters() if p.grad is not None]
+        gradients = [p.grad.detach().float() for p in self.model.scores if p.grad is not None]
         if len(gradients) < len(self.model.sites):
             return
         scale = getattr(optimizer, "grad_scale", None)
@@ -160,12 +160,5 @@ class _Search:
 
 def parameter_groups(model: GatedModel, options: TrainOptions, score_lr: float) -> list[dict[str, Any]]:
     """Three groups: weights with decay, vectors and timm's exceptions without, and scores without at their own rate."""
-    plain = model.no_weight_decay()
-    weights = [(name, p) for name, p in model.named_parameters() if not name.startswith("scores.")]
-    decay = [p for name, p in weights if p.ndim > 1 and name not in plain]
-    bare = [p for name, p in weights if p.ndim <= 1 or name in plain]
-    return [
-        {"params": decay, "weight_decay": options.weight_decay},
-        {"params": bare, "weight_decay": 0.0},
-        {"params": model.score_parameters(), "weight_decay": 0.0, "lr": options.lr * score_lr},
-    ]
+    scores = {"params": list(model.scores), "weight_decay": 0.0, "lr": options.lr * score_lr}
+    return [*weight_groups(model.model, options.weight_decay), scores]
