@@ -106,7 +106,7 @@ def test_every_parameter_learns_and_scores_never_decay(tmp_path: Path) -> None:
     vit = model()
     about = context(tmp_path, vit)
     probe = depth.gate_layers(vit, about, depth.layers(vit, about.family)["attention"], TWO)
-    bare, decay, scores = parameter_groups(probe, TrainOptions(lr=0.1, weight_decay=0.05), 3.0)
+    decay, bare, scores = parameter_groups(probe, TrainOptions(lr=0.1, weight_decay=0.05), 3.0)
     assert {id(p) for group in (decay, bare, scores) for p in group["params"]} == {id(p) for p in probe.parameters()}
     assert (decay["weight_decay"], bare["weight_decay"], scores["weight_decay"]) == (0.05, 0.0, 0.0)
     assert scores["lr"] == pytest.approx(0.3)

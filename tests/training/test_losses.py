@@ -7,13 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from contracts import add_gates, layers
 from tiny_training import CPU, INPUT, OPTIONS, fit, same, stripes, two_headed, vit, weights
 from torch.nn import functional
 
 from vitcompress.errors import InputError
+from vitcompress.exporters.quantize.graph import Quantization
+from vitcompress.exporters.quantize.train import QuantizedTraining
 from vitcompress.models.create import input_config
 from vitcompress.training.losses import Objective, both_heads, hard_loss, soft_loss, student_of
 from vitcompress.training.options import Augmentation, TrainOptions
+from vitcompress.training.trainer import make_optimizer
 
 
 def test_hard_and_soft_losses_are_deits() -> None:
@@ -152,6 +156,17 @@ def test_patch_tokens_and_features_are_compared() -> None:
     with pytest.raises(InputError, match="pooled features have 16 channels, the student's 4"):
         student_of(narrow, "features", teacher)
     assert student_of(narrow, "soft", teacher) is narrow
+
+
+def test_the_exceptions_from_weight_decay_are_those_of_the_model_inside_of_a_wrapper() -> None:
+    model, teacher = vit(), vit(seed=1, embed_dim=8)
+    quantized = QuantizedTraining(model, Quantization("int8", {"blocks.0.mlp.fc1": 1.0}), learned=True)
+    for wrapper in (student_of(model, "soft_patch", teacher), add_gates(model, layers(model)), quantized):
+        names = {id(p): name for name, p in wrapper.named_parameters()}
+        groups = make_optimizer(wrapper, TrainOptions(weight_decay=0.05), CPU.device).param_groups
+        decay = {names[id(p)] for group in groups if group["weight_decay"] for p in group["params"]}
+        matrices = {name for name, p in wrapper.named_parameters() if p.ndim > 1}
+        assert matrices - decay == {"model.cls_token", "model.pos_embed"} and decay < matrices
 
 
 @pytest.mark.parametrize("kind", ["soft_patch", "features"])

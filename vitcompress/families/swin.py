@@ -25,7 +25,7 @@ class ShiftedWindowAttention(SlicedWindowAttention):
     """The attention of a Swin block with the block's shift, padding and partition: tokens in, tokens out."""
 
     attn_mask: Tensor | None
-    # They read the attributes below; the first one calls `attn` for the windows.
+    # timm's own methods, which read the attributes that are set below; `_attn` calls `attn` on the windows.
     _attn: Any = SwinTransformerBlock._attn
     get_attn_mask: Any = SwinTransformerBlock.get_attn_mask
 

@@ -248,7 +248,7 @@ class Learner:
 
 
 def weight_groups(module: nn.Module, decay: float) -> list[dict[str, Any]]:
-    """timm's groups of parameters: matrices with weight decay, vectors and the exceptions of timm's model without."""
+    """timm's groups: vectors and the exceptions that its model names, without weight decay, then all others."""
     own: Any = getattr(inner(module), "no_weight_decay", set)
     exceptions = {f"{prefix}{name}" for name in own() for prefix in ("", "model.")}  # the name in a wrapper
     return list(param_groups_weight_decay(module, decay, no_weight_decay_list=exceptions))

@@ -161,4 +161,4 @@ class _Search:
 def parameter_groups(model: GatedModel, options: TrainOptions, score_lr: float) -> list[dict[str, Any]]:
     """Three groups: weights with decay, vectors and timm's exceptions without, and scores without at their own rate."""
     scores = {"params": list(model.scores), "weight_decay": 0.0, "lr": options.lr * score_lr}
-    return [*weight_groups(model.model, options.weight_decay), scores]
+    return [*reversed(weight_groups(model.model, options.weight_decay)), scores]  # in the order of earlier states
