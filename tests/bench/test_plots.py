@@ -141,6 +141,7 @@ def test_files(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_plan(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match=r"no plan\.json"):
+    with pytest.raises(ArtifactError, match=r"no plan\.json") as error:
         draw([tmp_path], tmp_path / "pictures")
+    assert error.value.hint == "give the folder of a finished run"
     assert issubclass(ArtifactError, InputError) and not (tmp_path / "pictures").exists()
