@@ -182,9 +182,11 @@ def test_labels_that_are_no_classes_of_the_model_are_rejected(labels: Tensor, te
         assert "0 to 3" in str(caught.value.hint)
 
 
-def test_probabilities_may_be_labels_of_a_training() -> None:
-    soft = [(images, torch.eye(4)[labels]) for images, labels in batches()]
+def test_probabilities_may_be_labels_of_a_training_but_have_no_accuracy() -> None:
+    soft = [(images, torch.eye(4)[labels] * 0.7 + 0.075) for images, labels in batches()]
     assert vc.finetune(model(), soft, epochs=1).history
+    with pytest.raises(DataError, match=r"labels of shape \d+x4 with values from 0.075 to 0.775 cannot be used"):
+        vc.evaluate(model(), soft)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -133,7 +133,7 @@ def is_map_style(data: Any) -> bool:
 def check_labels(labels: Any, classes: int) -> None:
     """Raise DataError if `labels`, (count,), are not from 0 to `classes` - 1. With 0 classes any are accepted."""
     if classes and len(labels) and (labels.ndim != 1 or not 0 <= labels.min() <= labels.max() < classes):
-        about = f"of shape {format_shape(labels.shape)} with values from {int(labels.min())} to {int(labels.max())}"
+        about = f"of shape {format_shape(labels.shape)} with values from {labels.min():g} to {labels.max():g}"
         hint = f"the model has {classes} classes: the label of an image is a number from 0 to {classes - 1}"
         raise DataError(f"labels {about} cannot be used", hint=hint)
 

@@ -16,7 +16,7 @@ from typing_extensions import TypedDict
 
 from vitcompress.errors import DataError, VitcompressError
 from vitcompress.models.create import InputConfig
-from vitcompress.training.datasets import Images
+from vitcompress.training.datasets import Images, check_labels
 from vitcompress.training.distributed import Runtime
 from vitcompress.training.loaders import BatchLoader, EvalLoader, Views
 
@@ -72,7 +72,7 @@ class McNemarRecord(TypedDict):
 def evaluate(predict: Callable[[Tensor], Tensor], loader: EvalLoader | BatchLoader, runtime: Runtime) -> Accuracy:
     """Accuracy of `predict` (images (batch, C, H, W) -> logits (batch, classes)) over all ranks' shares of `loader`.
 
-    Raises DataError without any image, and VitcompressError if a logit is not finite.
+    Raises DataError without any image and for labels that are no classes, VitcompressError if a logit is not finite.
     """
     return evaluate_images(predict, loader, runtime)[0]
 
@@ -85,6 +85,7 @@ def evaluate_images(
     loss, parts = torch.zeros((), dtype=torch.float64), [torch.zeros(0, 3)]
     for images, targets in loader:
         logits, targets = predict(images).float().cpu(), targets.cpu()
+        check_labels(targets, logits.shape[1])
         if not torch.isfinite(logits).all():
             message = "the logits of the model are not finite"
             raise VitcompressError(message, hint="check whether it was trained with amp fp16")
