@@ -224,14 +224,22 @@ def check_batch(name: str, allowed: Sequence[int], images: int) -> None:
         raise InputError(f"{name} takes batches of {format_range(low, high)}, got {images}", hint=hint)
 
 
+def check_normalized(images: Tensor) -> None:
+    """Raise InputError for images of integers: they would be computed with as if they were normalised."""
+    if not images.is_floating_point():
+        message = f"the images are {images.dtype}, not floating-point numbers"
+        raise InputError(message, hint="normalise them; only files that were exported with uint8 take bytes")
+
+
 def prepare_input(images: Tensor, input: InputConfig | None, *, uint8: bool) -> np.ndarray:
     """Images as a file takes them: normalised float32, or with `uint8` bytes with channels last.
 
     images: (batch, channels, height, width), normalised; with `uint8` also bytes, (batch, height, width, channels).
-    Raises ArtifactError if the file takes bytes and does not state their normalisation.
+    Raises ArtifactError if the file takes bytes and does not state their normalisation; as `check_normalized`.
     """
     images = images.detach().cpu()
     if not uint8:
+        check_normalized(images)
         images = images.float()
     elif images.dtype != torch.uint8:
         if input is None:

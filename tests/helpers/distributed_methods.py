@@ -16,7 +16,7 @@ from vitcompress.methods import isomorphic
 from vitcompress.methods.hetdpt import method as hetdpt
 from vitcompress.methods.options import Alignment, CollectionOptions, EntropyOptions, SearchOptions
 from vitcompress.methods.table import METHODS
-from vitcompress.training.distributed import start, stop
+from vitcompress.training.distributed import start
 
 LR = 5e-3
 OPTIONS = hetdpt.Options(
@@ -40,7 +40,7 @@ def main(folder: Path) -> None:
     runtime = start("cpu")
     METHODS["hetdpt"].plan(vit, context(folder, vit, runtime=runtime), OPTIONS)
     METHODS["isomorphic"].plan(vit, context(folder / "isomorphic", vit, runtime=runtime), WIDTHS)
-    stop()
+    runtime.stop()
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from vitcompress.io.tensors import save_tensors
 from vitcompress.models.create import create_model, input_config
 from vitcompress.plan import Plan
 from vitcompress.surgery.gates import GatedModel
-from vitcompress.training.distributed import Runtime, start, stop
+from vitcompress.training.distributed import Runtime, start
 from vitcompress.training.loaders import EvalLoader, TrainLoader
 from vitcompress.training.loop import train
 from vitcompress.training.metrics import evaluate_images
@@ -96,7 +96,7 @@ def main(folder: Path) -> None:
     if runtime.is_main:
         save_tensors(folder / "tensors.safetensors", tensors)
         write_json(folder / "facts.json", facts)
-    stop()
+    runtime.stop()
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from vitcompress.io.tensors import save_tensors
 from vitcompress.methods.sero import method as sero
 from vitcompress.methods.upvit import method as upvit
 from vitcompress.models.create import create_model, input_config
-from vitcompress.training.distributed import Runtime, start, stop
+from vitcompress.training.distributed import Runtime, start
 from vitcompress.training.loop import train
 from vitcompress.training.trainer import TrainingContext
 
@@ -76,7 +76,7 @@ def alone(work: Callable[[Path, Runtime], None], folder: Path, kill: tuple[str, 
     runtime = start("cpu")
     work(folder, runtime)
     runtime.barrier()
-    stop()
+    runtime.stop()
 
 
 def together(

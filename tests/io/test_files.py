@@ -18,6 +18,7 @@ from contracts import build, contract
 from vitcompress.errors import ArtifactError, OutputError
 from vitcompress.io.checks import Check, Verification, update_verification
 from vitcompress.io.files import read_json, read_text, write_file, write_json, write_text
+from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import save_tensors
 from vitcompress.io.training_state import load_state, save_state
 from vitcompress.models.checkpoint import write_model
@@ -203,3 +204,10 @@ def test_a_save_that_is_killed_leaves_one_complete_state(epoch: int, tmp_path: P
 def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_bytes(b"\xef\xbb\xbfa = 1\n")
     assert read_text(tmp_path / "a.toml") == "a = 1\n"
+
+
+def test_more_than_ten_steps_are_in_order(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for number in (10, 2, 0, 11, 1):
+        folder.step(number, "sero").mkdir(parents=True)
+    assert [path.name for path in folder.steps()] == [f"step-{number}-sero" for number in (0, 1, 2, 10, 11)]

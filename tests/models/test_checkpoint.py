@@ -4,12 +4,14 @@ import os
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from contracts import assert_moved, build, contract, every_variant, images, kept_channels, logits, sites_of, without_act
 from torch import nn
 
+import vitcompress as vc
 from vitcompress.errors import ArtifactError, InputError, PlanError, WeightsError
 from vitcompress.families import family_of
 from vitcompress.io.files import write_text
@@ -105,6 +107,19 @@ def test_a_model_that_was_trained_further_is_saved_with_another_classifier(tmp_p
     save_model(model, tmp_path / "seven")
     again = load_model(tmp_path / "seven")
     assert again.num_classes == 7 and torch.equal(again.head.weight, model.head.weight)
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "eva02_tiny_patch14_224"])
+def test_another_pooling_is_saved(name: str, tmp_path: Path) -> None:
+    args: dict[str, Any] = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 1, "num_heads": 2}
+    model, x = vc.create_model(name, num_classes=3, **args), torch.randn(2, 1, 8, 8)
+    pooled = vc.prune(model, vc.plan(model, "magnitude", keep_heads=0.5))
+    before = logits(pooled, x)
+    pooled.reset_classifier(3, {"token": "avg", "avg": "token"}[pooled.global_pool])
+    pooled.head.load_state_dict(model.head.state_dict())
+    save_model(pooled, tmp_path / "pooled")
+    assert_moved(before, logits(pooled, x))
+    assert torch.equal(logits(load_model(tmp_path / "pooled"), x), logits(pooled, x))
 
 
 def test_models_that_cannot_be_saved_are_rejected_and_nothing_is_written(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The Python API: every function on a tiny model, with batches, with data sets, and with objects of other packages."""
 
 import doctest
+import re
 import subprocess
 import sys
 import warnings
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 import vitcompress as vc
 from vitcompress.errors import DataError, InputError, PlanError
@@ -180,6 +181,68 @@ def test_labels_that_are_no_classes_of_the_model_are_rejected(labels: Tensor, te
         with pytest.raises(DataError, match=f"labels of shape {text}cannot be used") as caught:
             call()
         assert "0 to 3" in str(caught.value.hint)
+
+
+def test_labels_may_be_integers_of_any_type() -> None:
+    data = [(images, labels.int()) for images, labels in batches()]
+    assert vc.finetune(model(), data, data, epochs=1).history[0]["heldout"]
+    assert vc.evaluate(model(), data) == vc.evaluate(model(), batches())
+
+
+class Loader:
+    """Batches with a length, without an index."""
+
+    def __init__(self, *items: Any) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
+
+
+def test_data_of_another_form_is_rejected(tmp_path: Path) -> None:
+    images, labels = batches()[0]
+    file = vc.export(model(), tmp_path / "model.onnx")
+    for data, text in (
+        ([{"image": images, "label": labels}], "not (image, class) pairs"),
+        (Loader({"image": images, "label": labels}), "a batch has str and str"),
+        ([(torch.zeros(1, 8, 8, dtype=torch.uint8), 1)], "images of torch.uint8"),
+    ):
+        with pytest.raises(DataError, match=re.escape(text)):
+            vc.evaluate(model(), data)
+    for network in (model(), file):
+        with pytest.raises(InputError, match=r"the images are torch\.uint8"):
+            vc.evaluate(network, [((100 * images).byte(), labels)])
+
+
+def test_a_folder_belongs_to_one_plan(tmp_path: Path) -> None:
+    plan = vc.plan(model(), "isomorphic", batches(), folder=tmp_path, keep_ratio=0.5, align=FINE)
+    assert vc.plan(model(), "isomorphic", batches(), folder=tmp_path, keep_ratio=0.5, align=FINE) == plan
+    for network, options in ((model(), {"keep_ratio": 0.6}), (model(depth=1), {"keep_ratio": 0.5})):
+        with pytest.raises(InputError, match="contains a plan with other arguments"):
+            vc.plan(network, "isomorphic", batches(), folder=tmp_path, align=FINE, **options)
+
+
+def test_numbers_of_numpy_are_options() -> None:
+    plan = vc.plan(model(), "magnitude", keep_heads=np.float64(0.5))
+    assert plan == vc.plan(model(), "magnitude", keep_heads=0.5)
+
+
+def test_a_compiled_model_is_evaluated() -> None:
+    compiled = torch.compile(model(), backend="eager")
+    assert vc.evaluate(compiled, batches()) == vc.evaluate(model(), batches())
+
+
+def test_the_process_group_of_the_caller_stays(tmp_path: Path) -> None:
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        vc.finetune(model(), batches(), epochs=1)
+        vc.evaluate(model(), batches())
+        assert distributed.is_initialized()
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_probabilities_may_be_labels_of_a_training_but_have_no_accuracy() -> None:

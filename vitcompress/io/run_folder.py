@@ -81,8 +81,8 @@ class RunFolder:
         return self.state / f"step-{number}-{method}"
 
     def steps(self) -> list[Path]:
-        """The folders of all pruning steps."""
-        return sorted(self.state.glob("step-*"))
+        """The folders of all pruning steps, in their order."""
+        return sorted(self.state.glob("step-*"), key=lambda path: (len(path.name.split("-")[1]), path.name))
 
     def exported(self, model: Literal["model", "dense"], suffix: str) -> Path:
         """The exported file of one of the two models; `suffix` with its dot."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timm.models import get_model_args
 from torch import Tensor, nn
 
 from vitcompress.errors import ArtifactError, InputError, PlanError, WeightsError
@@ -67,10 +68,14 @@ def save_model(model: nn.Module, folder: str | Path, classes: Sequence[str] | No
     if classes is not None and len(classes) != count:
         raise InputError(f"{len(classes)} class names, but the model has {count} classes")
     blank = _rebuild(plan, weights)
-    names, replaced = class_names_of(blank), count != getattr(blank, "num_classes", None)
-    if replaced or (classes is not None and tuple(classes) != names):
-        args = {**plan.arch_args, **({"num_classes": count} if replaced else {})}
-        plan = replace(plan, arch_args=with_class_names(args, classes or (() if replaced else names)))
+    recorded, names = get_model_args(blank), class_names_of(blank)
+    # What `reset_classifier` changed: the number of classes, the pooling, the place of the norm.
+    changed = {name: value for name, value in get_model_args(model).items() if recorded.get(name) != value}
+    names = () if "num_classes" in changed else names
+    if changed or (classes is not None and tuple(classes) != names):
+        standard = plan.standard and {**plan.standard, "args": {**plan.standard["args"], **changed}}
+        args = with_class_names({**plan.arch_args, **changed}, classes or names)
+        plan = replace(plan, arch_args=args, standard=standard)
         blank = _rebuild(plan, weights)
     load_strictly(blank, weights, RunFolder(folder).weights)
     folder.mkdir(parents=True, exist_ok=True)

@@ -266,7 +266,7 @@ def _message(error: Exception) -> str:
 
 def input_config(model: nn.Module) -> InputConfig:
     """Input size of `model`, and the preprocessing of its pretrained configuration."""
-    config = resolve_model_data_config(model)
+    config = resolve_model_data_config(getattr(model, "_orig_mod", model))  # of torch.compile
     channels = int(getattr(model, "in_chans", config["input_size"][0]))
     embed = getattr(model, "patch_embed", None)
     height, width = getattr(embed, "img_size", None) or config["input_size"][1:]

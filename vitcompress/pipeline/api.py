@@ -4,10 +4,11 @@
 of methods, trainings, exports and benchmarks are keyword arguments: the keys of recipes, validated in the same way.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -95,7 +96,8 @@ def plan(
         data: labelled training images: a map-style data set of (image, class) pairs, or an iterable of (images, labels)
             batches, which is read into memory. Methods that rank by weights alone need none.
         device: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`.
-        folder: for measurements and training states, so that a stopped call can continue; None: a temporary folder.
+        folder: for measurements and training states, so that a stopped call with the same arguments can continue; None:
+            a temporary folder.
         training: fields of `TrainOptions` for methods that train, such as `batch_size` and `augmentation`.
         options: of the method (`vitcompress recipes keys NAME`), all with defaults; with `target="latency"` and
             `amount` in ms, the sizes are chosen by measurements on this machine.
@@ -118,6 +120,10 @@ def plan(
     base = context_for(model, data, folder=folder, device=device, seed=seed, **fields)  # owns the temporary folder
     clock = LatencyClock(base.input, base.runtime, base.progress, seed=seed)
     context = replace(base, latency=clock, measured_on=measured_on(base.runtime.device, None))
+    call = {"method": chosen.name, "model": context.plan.digest, "seed": seed}
+    call |= {"options": asdict(settings), "training": asdict(base.train)}
+    if context.memo("call", lambda: call) != json.loads(json.dumps(call)):
+        raise InputError(f"{folder} contains a plan with other arguments", hint="use another folder")
     model.to(context.runtime.device)
     delta = plan_step(chosen, model, context, settings)
     load_handed_over(model, context.folder, context.plan, context.runtime)
@@ -140,12 +146,14 @@ def finetune(  # noqa: PLR0913 (each argument is public and has a default)
 ) -> TrainResult:
     """Train `model` in place; it ends in eval mode with the selected weights.
 
+    It seeds the random generators of Python, NumPy and torch, as `plan` does with methods that train.
+
     Args:
         train_data: a map-style data set of (image, class) pairs (PIL images, which are augmented, or normalised
             tensors), or an iterable with a length of (images, labels) batches.
         val_data: evaluated after epochs, of the same kinds.
         teacher: model for distillation; `distillation="soft"` is then the default.
-        folder: of the training state, so that a stopped training continues; None: a temporary folder.
+        folder: of the training state, so that a stopped training of this model continues; None: a temporary folder.
         options: fields of `TrainOptions`, such as `epochs`, `batch_size`, `lr`, `distillation`.
 
     Raises:
@@ -162,8 +170,8 @@ def finetune(  # noqa: PLR0913 (each argument is public and has a default)
     default = {} if teacher is None else {"distillation": "soft"}
     settings = options_of(TrainOptions, {**default, **options}, "training")
     with TemporaryDirectory(prefix="vitcompress-") as scratch, ExitStack() as stack:
-        stack.callback(distributed.stop)
         runtime, state = distributed.start(device, amp, workers), Path(folder or scratch)
+        stack.callback(runtime.stop)
         at = TrainingContext(create.input_config(model), runtime, state, "finetune", seed, progress or Progress())
         heldout = None if val_data is None else open_source(val_data, runtime, model)
         source = open_source(train_data, runtime, model)
@@ -258,7 +266,7 @@ def evaluate(
 ) -> Accuracy:
     """Top-1 and top-5 accuracy with counts, of a model or of an exported file.
 
-    data: a map-style data set of (image, class) pairs, or an iterable of (images, labels) batches.
+    data: a map-style data set of (image, class) pairs, or an iterable with a length of (images, labels) batches.
 
     Example:
         >>> import torch, vitcompress as vc
@@ -267,8 +275,8 @@ def evaluate(
         4
     """
     with ExitStack() as stack:
-        stack.callback(distributed.stop)
         runtime = distributed.start(device, workers=workers)
+        stack.callback(runtime.stop)
         chosen = device != "auto" or isinstance(model, nn.Module) or Path(model).is_dir()
         options = RunnerOptions(device=str(runtime.device) if chosen else None)  # None: where the file runs
         runner = stack.enter_context(closing(_open(model, options)))

@@ -111,8 +111,8 @@ def run_recipe(
     check_folder(folder, recipe, **kind)
     check_formats(recipe)
     with ExitStack() as stack:
-        stack.callback(distributed.stop)
         runtime = distributed.start(recipe.run.device, recipe.run.amp, recipe.data.workers)
+        stack.callback(runtime.stop)
         if runtime.broadcast(options.is_done(RunFolder(folder))):
             progress.note(f"all is done: {folder}; --fresh starts over")
             if options.expect is not None:
@@ -131,7 +131,7 @@ def run_recipe(
             runtime.barrier()
             with distributed.cpu_threads(recipe.run.threads):
                 run_stages(job, SHARED_STAGES)
-            distributed.stop()
+            runtime.stop()
             if runtime.is_main:
                 run_stages(replace(job, runtime=replace(runtime, rank=0, world_size=1)), LATER_STAGES)
     return RunResult(folder, read_report(folder) if runtime.is_main else cast(Report, {}))

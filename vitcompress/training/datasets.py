@@ -109,9 +109,12 @@ class MappedImages(Images):
             samples = getattr(getattr(dataset, "reader", None), "samples", None) or dataset
             labels = dataset.targets if hasattr(dataset, "targets") else [samples[i][1] for i in range(len(samples))]
             self.dataset, self.labels = dataset, np.asarray(labels, np.int64)
-            self.prepared = len(self.labels) > 0 and isinstance(dataset[0][0], Tensor)
-        except (TypeError, ValueError, IndexError) as error:
-            hint = "return a PIL image or a tensor (C, H, W), and the index of its class"
+            first = dataset[0][0] if len(self.labels) else None
+            self.prepared = isinstance(first, Tensor)
+            if isinstance(first, Tensor) and not first.is_floating_point():
+                raise ValueError(f"images of {first.dtype}")
+        except (TypeError, ValueError, LookupError) as error:
+            hint = "return a PIL image or a normalised tensor (C, H, W), and the index of its class"
             message = f"the items of {name} are not (image, class) pairs: {first_line(error)}"
             raise DataError(message, hint=hint) from error
 

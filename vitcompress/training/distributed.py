@@ -27,13 +27,18 @@ _AMP_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Runtime:
-    """One process of a training. amp: precision of the autocast regions. workers: processes that load its images."""
+    """One process of a training.
+
+    amp: precision of the autocast regions. workers: processes that load its images. joined: whether `start` joined the
+    process group, which `stop` then leaves.
+    """
 
     device: torch.device
     amp: Amp = "none"
     rank: int = 0
     world_size: int = 1
     workers: int = 0
+    joined: bool = False
 
     @property
     def is_main(self) -> bool:
@@ -68,6 +73,11 @@ class Runtime:
             return module
         return DistributedDataParallel(module, [self.device.index] if self.device.type == "cuda" else None)
 
+    def stop(self) -> None:
+        """Leave the process group, unless the caller had joined it before. May be called twice."""
+        if self.joined and distributed.is_initialized():
+            distributed.destroy_process_group()
+
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The autocast region of `amp`."""
         return torch.autocast(self.device.type, _AMP_TYPES.get(self.amp), enabled=self.amp != "none")
@@ -88,7 +98,7 @@ def start(device: str = "auto", amp: Amp = "none", workers: int = 0) -> Runtime:
     """
     chosen = check_device(device, amp, int(os.environ.get("LOCAL_RANK", "0")))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size > 1 and not distributed.is_initialized():
+    if joined := world_size > 1 and not distributed.is_initialized():
         try:
             distributed.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=PATIENCE)
         except (distributed.DistError, ValueError) as error:  # ValueError: no address
@@ -96,13 +106,7 @@ def start(device: str = "auto", amp: Amp = "none", workers: int = 0) -> Runtime:
             raise DeviceError(message, hint="start all of them, with torchrun and the same --rdzv-endpoint") from None
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    return Runtime(chosen, amp, int(os.environ.get("RANK", "0")), world_size, workers)
-
-
-def stop() -> None:
-    """Leave the process group, if there is one."""
-    if distributed.is_available() and distributed.is_initialized():
-        distributed.destroy_process_group()
+    return Runtime(chosen, amp, int(os.environ.get("RANK", "0")), world_size, workers, joined)
 
 
 @contextlib.contextmanager

@@ -140,8 +140,11 @@ class BatchLoader:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for images, targets in self.batches:
+            if not (isinstance(images, Tensor) and isinstance(targets, Tensor)):
+                message = f"a batch has {type(images).__name__} and {type(targets).__name__} instead of tensors"
+                raise DataError(message, hint="pass batches of (images, labels)")
             if not targets.is_floating_point():  # as probabilities are
-                check_labels(targets, self.classes)
+                check_labels(targets := targets.long(), self.classes)
             yield images.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
 
 
