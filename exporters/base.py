@@ -148,6 +148,14 @@ class Exporter:
     def file_suffix(self) -> str:
         return f".{self.suffix.rpartition('.')[2]}"
 
+    def check_path(self, path: Path) -> None:
+        """Raise InputError for a name that runners would open as a file of another format."""
+        if path.suffix != self.file_suffix:
+            raise InputError(
+                f"{path} cannot be a file of the format {self.name}, whose names end in {self.file_suffix}",
+                hint=f"use {path.with_suffix(self.suffix)}, or another format",
+            )
+
     def supported(self, options: ExportOptions) -> frozenset[str]:
         """Names of the options that the format supports in the precision of `options`."""
         return self.uses if options.eight_bits else self.uses - self.eight_bits_only

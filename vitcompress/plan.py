@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from operator import index
 from typing import Any
 
 from vitcompress.errors import PlanError, did_you_mean
@@ -73,6 +74,7 @@ class Plan:
         except (TypeError, ValueError) as error:
             raise PlanError(f"arch_args must be plain data (JSON): {error}") from None
         object.__setattr__(self, "arch_args", arguments)
+        object.__setattr__(self, "kept", {space: tuple(map(index, channels)) for space, channels in self.kept.items()})
         object.__setattr__(self, "standard", json.loads(json.dumps(dict(self.standard))))
 
     def delta(self, **edits: Any) -> "Plan":

@@ -12,6 +12,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Lock
 from typing import Any, Unpack
 
 import numpy as np
@@ -51,6 +52,7 @@ OPSETS = {  # supported opset -> reason in the metadata
 PRECISIONS = ("fp32", "fp16", "bf16", *EIGHT_BITS)
 BF16_FROM = 22
 ATTENTION_NODE_FROM = 23
+_TRACING = Lock()  # torch traces in one thread at a time
 TRACED_BATCH = 2  # torch would treat a traced size of 1 as a constant
 
 
@@ -198,7 +200,8 @@ def _trace(model: nn.Module, example: Tensor, opset: int) -> Any:
     attention: Any = torch.ops.aten.scaled_dot_product_attention.default
     table = {} if opset >= ATTENTION_NODE_FROM else {attention: _attention}
     try:
-        with without_gradients(model):  # else a mask that is computed from parameters changes the layout of the outputs
+        # With gradients, a mask that is computed from parameters changes the layout of the outputs.
+        with _TRACING, without_gradients(model):
             return torch.onnx.export(
                 model,
                 (example,),

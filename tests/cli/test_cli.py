@@ -281,6 +281,15 @@ def test_other_names_of_formats_and_precisions(monkeypatch: pytest.MonkeyPatch) 
     assert "gpu:nine" in invoke("recipe", "digits_hetdpt", "--dry-run").output
 
 
+def test_every_option_has_an_environment_variable_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VITCOMPRESS_RECIPE_SET", "finetune.epochs=-7 run.seed=3")
+    recipe = cli.main.commands["recipe"].make_context("recipe", ["x"], auto_envvar_prefix="VITCOMPRESS_RECIPE")
+    assert recipe.params["sets"] == ("finetune.epochs=-7", "run.seed=3")
+    assert "-7" in invoke("recipe", "digits_hetdpt").output
+    monkeypatch.setenv("VITCOMPRESS_RECIPES_JSON", "1")
+    assert "digits_hetdpt" in json.loads(invoke("recipes").stdout)
+
+
 def test_quiet_and_verbose(monkeypatch: pytest.MonkeyPatch) -> None:
     def work() -> None:
         with common.show_progress() as progress:

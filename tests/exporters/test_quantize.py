@@ -439,3 +439,16 @@ def test_two_engines_have_the_same_bytes_or_in_int8_the_same_size(
     assert first.bytes == second.bytes if precision == "int8" else first.sha256 == second.sha256
     assert first.build["sm"] == list(sm)
     assert settings_of(first).form == "float_bias" and settings_of(first).weight_bits == 8
+
+
+def test_a_file_that_takes_bytes_stores_the_same_tensors_in_half(tmp_path: Path) -> None:
+    stored = []
+    for uint8 in (False, True):
+        (tmp_path / str(uint8)).mkdir()
+        graph = onnx.load(str(write(tmp_path / str(uint8), uint8=uint8).path)).graph
+        halves = [tensor.name for tensor in graph.initializer if tensor.data_type == onnx.TensorProto.FLOAT16]
+        stored.append({name.removeprefix("model.").removesuffix(".half") for name in halves})
+    assert stored == [
+        {"patch_embed.proj.weight", "pos_embed", "head.weight"},
+        {"pos_embed", "head.weight"},
+    ]

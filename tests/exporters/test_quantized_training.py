@@ -39,3 +39,11 @@ def test_values_beyond_the_range_train_the_range_alone() -> None:
     assert module.log_ranges.grad is not None
     # d(range * weight) / d(log range) = range * weight
     torch.testing.assert_close(module.log_ranges.grad, layer.weight.detach().flatten(), rtol=1e-5, atol=0)
+
+
+def test_eight_bits_are_never_trained_in_half_precision() -> None:
+    model, x = build("plain", dtype=torch.float32), images("plain", dtype=torch.float32)
+    module = QuantizedTraining(model, Quantization("int8", {"blocks.0.mlp.fc1": 2.0}), learned=True)
+    expected = module(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(module(x), expected)

@@ -15,7 +15,7 @@ from vitcompress.errors import InputError
 from vitcompress.exporters.base import Exported
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.quantize.calibrate import calibrate
-from vitcompress.exporters.quantize.smooth import measure_factors, rescale
+from vitcompress.exporters.quantize.smooth import MOST, measure_factors, rescale
 from vitcompress.exporters.runtimes import EXPORTERS
 from vitcompress.families import family_of
 from vitcompress.models.create import input_config
@@ -111,3 +111,13 @@ def test_wrong_factors_and_norms_are_no_weights_of_the_model(tmp_path: Path) -> 
     onnx.save(file, str(tmp_path / "other.onnx"))
     assert any(f"{second}.weight" in text for text in problems(tmp_path / "other.onnx"))
     assert "failed" in {check.verdict for check in output_checks(tmp_path / "other.onnx", Original(model, x))}
+
+
+def test_a_dead_channel_of_a_norm_has_a_factor_that_fits() -> None:
+    model, x = build("plain", dtype=torch.float32), images("plain", dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.get_submodule("blocks.1.norm2").parameters():
+            parameter[3] = 0.0
+    factors = measure_factors(model, x)
+    assert factors["blocks.1.norm2"][3] == -MOST
+    torch.testing.assert_close(rescale(model, factors)(x), model(x), rtol=0, atol=0)

@@ -4,12 +4,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from method_world import context, model
 
 from vitcompress.errors import InputError
 from vitcompress.methods.base import context_for
-from vitcompress.methods.calibration import accuracy, calibration_images, training_subset
+from vitcompress.methods.calibration import accuracy, calibration_images, search_options, training_subset
+from vitcompress.methods.scores import gradients
 from vitcompress.plan import Plan
+from vitcompress.training.options import TrainOptions
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 10, 29, 48])
@@ -35,3 +38,23 @@ def test_a_method_without_data_names_the_argument(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=r"no .* images") as caught:
             read()
         assert "pass data" in str(caught.value.hint)
+
+
+def test_a_training_for_a_choice_is_plain() -> None:
+    base = TrainOptions(
+        epochs=9, lr_base=1.0, warmup_epochs=3, ema=0.99, distillation="soft", select="best", drop_path=0.1
+    )
+    plain = TrainOptions(epochs=2, lr=1e-4, min_lr=1e-4, drop_path=0.1)
+    assert search_options(base, 2, 1e-4, 1e-3) == plain
+
+
+def test_calibration_images_depend_on_the_seed(tmp_path: Path) -> None:
+    chosen = [next(iter(calibration_images(context(tmp_path, model(), seed=seed), 12)))[0] for seed in (1, 1, 2)]
+    assert torch.equal(chosen[0], chosen[1]) and not torch.equal(chosen[0], chosen[2])
+
+
+def test_gradients_are_those_of_the_model_in_evaluation_mode(tmp_path: Path) -> None:
+    vit = model(drop_path_rate=0.5)
+    about = context(tmp_path, vit)
+    evaluated, trained = gradients(vit.eval(), about, 24), gradients(vit.train(), about, 24)
+    assert vit.training and all(torch.equal(evaluated[name], trained[name]) for name in evaluated)

@@ -11,8 +11,15 @@ from test_search import Stop
 
 from vitcompress.io.files import read_json
 from vitcompress.io.progress import Progress
-from vitcompress.methods.hetdpt.collection import Collector, Record, fast_options, removal_orders, rows
-from vitcompress.methods.options import AllocationOptions, CollectionOptions, EntropyOptions
+from vitcompress.methods.hetdpt.collection import (
+    Collector,
+    Record,
+    fast_options,
+    gradient_disparity,
+    removal_orders,
+    rows,
+)
+from vitcompress.methods.options import AllocationOptions, CollectionOptions, EntropyOptions, HetdptOptions
 from vitcompress.training.options import Augmentation, TrainOptions
 
 TE = EntropyOptions(images=12, resamples=2)
@@ -120,3 +127,12 @@ def test_the_shared_round_is_kept_until_both_chains_are_done(tmp_path: Path) -> 
     assert len(looker.seen) > 3
     assert all(looker.seen)
     assert not looker.folder.exists()
+
+
+def test_the_gradients_of_gates_are_those_of_the_model_in_evaluation_mode(tmp_path: Path) -> None:
+    vit, options = (
+        model(drop_path_rate=0.5),
+        HetdptOptions(pruned_layers=2, te=replace(HetdptOptions(pruned_layers=2).te, images=24)),
+    )
+    about = context(tmp_path, vit)
+    assert gradient_disparity(vit.train(), about, options) == gradient_disparity(vit.eval(), about, options)

@@ -12,7 +12,7 @@ from vitcompress import surgery
 from vitcompress.errors import PlanError
 from vitcompress.io.files import read_json
 from vitcompress.methods import latency, width
-from vitcompress.methods.base import Context, Measured, read_memo
+from vitcompress.methods.base import Context, Goal, Measured, read_memo
 from vitcompress.methods.options import Alignment
 from vitcompress.methods.options import IsomorphicOptions as Options
 from vitcompress.methods.table import METHODS
@@ -179,3 +179,13 @@ def test_kept_latencies_belong_to_the_machine_that_they_were_taken_on(
     assert sliced.count("cpu") >= 5
     sliced.clear()
     assert kept("slow", 1.0) == slow and not sliced
+
+
+def test_a_measurement_belongs_to_its_goal(tmp_path: Path) -> None:
+    """Another batch, or other threads, in the same folder."""
+    vit, calls = model(), list[str]()
+    count = clock(lambda candidate, runtime: calls.append(runtime) or 1.0)  # type: ignore[func-returns-value]
+    for goal in (Goal(1.0, "torch", 1, None), Goal(1.0, "torch", 64, None), Goal(1.0, "torch", 64, None)):
+        about = context(tmp_path, vit, latency=count)
+        latency.Search(about, goal, vit, 2).measure(about.plan.delta())
+    assert len(calls) == 2

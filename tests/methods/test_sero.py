@@ -273,3 +273,16 @@ def test_structure_is_a_plan_of_the_same_size(tmp_path: Path) -> None:
     units = [sum(map(len, plan.kept.values())) for plan in (guess, delta)]
     spaces = [sum(s.size for s in family_of(dense).spaces(dense) if s.name in plan.kept) for plan in (guess, delta)]
     assert abs((spaces[0] - units[0]) - (spaces[1] - units[1])) <= 2  # one FFN block
+
+
+def test_a_masked_pass_scores_the_last_step_of_an_epoch(tmp_path: Path) -> None:
+    """The first step of the next epoch refreshes, also if an epoch has fewer steps than `refresh`."""
+    vit = model()
+    options = sero.Options(criterion_pass="masked", refresh=100, round_to=1)
+    exploration = Exploration(vit, context(tmp_path, vit).family, options, lambda *at: 0.2, 0)
+    for step in range(3):
+        exploration.before_step(0, step, 3, lambda: None)
+        vit(torch.randn(4, 1, 8, 8)).square().sum().backward()
+        exploration.before_update()
+    exploration.before_step(1, 0, 3, lambda: None)
+    assert (exploration.skipped, exploration.sparsity) == (1, 0.2)  # the very first step has no scores yet

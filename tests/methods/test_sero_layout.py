@@ -11,7 +11,7 @@ from torch import nn
 
 from vitcompress import surgery
 from vitcompress.errors import PlanError
-from vitcompress.families import family_of
+from vitcompress.families import Space, family_of
 from vitcompress.methods.sero import method as sero
 from vitcompress.methods.sero.layout import KINDS, _above_quantile, deploy, padding, project, unit_spaces
 from vitcompress.models.cost import Cost, count_cost
@@ -251,3 +251,11 @@ def test_a_layout_that_rounds_nothing_up_pads_nothing() -> None:
         assert padding(live, deploy(Plan("any"), spaces, live).kept) == {}
     ragged = project(spaces, scores, scores, 0.4, sero.Options(layout="ragged", round_to=1))
     assert padding(ragged, deploy(Plan("any"), spaces, ragged).kept)
+
+
+def test_no_step_is_skipped_on_a_ladder() -> None:
+    """Steps to 8, 16 and 20 channels. With room for 12, the last step, of 4, must not follow the first."""
+    space = Space("mlp", "mlp", 20, ())
+    scores = {"mlp": np.linspace(2, 1, 20)}
+    live = project([space], scores, scores, 0.4, sero.Options(sparsity=0.4, layout="uniform", round_to=8))
+    assert int(live["mlp"].sum()) == 8

@@ -109,6 +109,14 @@ def test_a_model_that_was_trained_further_is_saved_with_another_classifier(tmp_p
     assert again.num_classes == 7 and torch.equal(again.head.weight, model.head.weight)
 
 
+def test_weights_of_several_types_come_back(tmp_path: Path) -> None:
+    model = build("plain").bfloat16()
+    model.head.float()
+    write_model(tmp_path, model, plan_of(build("plain")))
+    loaded = load_model(tmp_path).state_dict()
+    assert {name: value.dtype for name, value in loaded.items()} == {k: v.dtype for k, v in model.state_dict().items()}
+
+
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "eva02_tiny_patch14_224"])
 def test_another_pooling_is_saved(name: str, tmp_path: Path) -> None:
     args: dict[str, Any] = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 1, "num_heads": 2}

@@ -299,3 +299,13 @@ def test_measuring_leaves_the_model_alone() -> None:
     assert model.training
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert Cost(1, 2, 3).to_dict() == {"params": 1, "macs": 2, "macs_linear": 3}
+
+
+def test_counting_keeps_what_is_trained() -> None:
+    """Models of shapes alone are counted without a copy."""
+    model = build("plain", dtype=torch.float32).to("meta").eval()
+    frozen = next(iter(model.parameters()))
+    frozen.requires_grad_(False)
+    before = [p.requires_grad for p in model.parameters()]
+    count_cost(model)
+    assert [p.requires_grad for p in model.parameters()] == before

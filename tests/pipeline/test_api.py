@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -207,7 +208,11 @@ def test_data_of_another_form_is_rejected(tmp_path: Path) -> None:
     file = vc.export(model(), tmp_path / "model.onnx")
     for data, text in (
         ([{"image": images, "label": labels}], "not (image, class) pairs"),
-        (Loader({"image": images, "label": labels}), "a batch has str and str"),
+        (Loader({"image": images, "label": labels}), "a batch has str, str instead of two tensors"),
+        (Loader((images, labels, labels)), "a batch has Tensor, Tensor, Tensor instead"),
+        ([(images[0], 1, 2)], "too many values"),
+        ([(images[0].numpy(), 1)], "images of float32"),
+        ([(images[0], 1.5)], "a label is not a whole number"),
         ([(torch.zeros(1, 8, 8, dtype=torch.uint8), 1)], "images of torch.uint8"),
     ):
         with pytest.raises(DataError, match=re.escape(text)):
@@ -215,6 +220,35 @@ def test_data_of_another_form_is_rejected(tmp_path: Path) -> None:
     for network in (model(), file):
         with pytest.raises(InputError, match=r"the images are torch\.uint8"):
             vc.evaluate(network, [((100 * images).byte(), labels)])
+
+
+class Coarse:
+    """A data set as in torchvision, whose classes are mapped to coarser ones."""
+
+    targets = torch.arange(16) * 10
+
+    def __len__(self) -> int:
+        return 16
+
+    def target_transform(self, target: int) -> int:
+        return target // 10 % 4
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return batches()[0][0][index], self.target_transform(int(self.targets[index]))
+
+
+def test_labels_of_a_data_set_are_transformed() -> None:
+    assert vc.evaluate(model(), Coarse()) == vc.evaluate(model(), batches(1))
+
+
+def test_settings_of_batches() -> None:
+    plain, smooth = (
+        vc.finetune(model(), batches(), epochs=1, augmentation={"smoothing": smoothing}).history[0]["loss"]
+        for smoothing in (0.0, 0.5)
+    )
+    assert plain != smooth
+    with pytest.raises(InputError, match="accumulate 8 is more than the 4 batches"):
+        vc.finetune(model(), batches(), epochs=1, accumulate=8)
 
 
 def test_a_folder_belongs_to_one_plan(tmp_path: Path) -> None:
@@ -228,6 +262,23 @@ def test_a_folder_belongs_to_one_plan(tmp_path: Path) -> None:
 def test_numbers_of_numpy_are_options() -> None:
     plan = vc.plan(model(), "magnitude", keep_heads=np.float64(0.5))
     assert plan == vc.plan(model(), "magnitude", keep_heads=0.5)
+    kept = {space: np.array(channels) for space, channels in plan.kept.items()}
+    assert plan.delta(kept=kept, heads=plan.heads) == plan
+
+
+def test_models_are_exported_in_several_threads(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        models = [model(seed=seed) for seed in range(3)]
+        files = list(pool.map(lambda n: vc.export(models[n], tmp_path / f"{n}.onnx"), range(3)))
+    assert [vc.evaluate(file, batches()).correct for file in files] == [
+        vc.evaluate(network, batches()).correct for network in models
+    ]
+
+
+def test_the_name_of_a_file_fits_its_format(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"model\.bin cannot be a file of the format onnx") as caught:
+        vc.export(model(), tmp_path / "model.bin", format="onnx")
+    assert "model.onnx" in str(caught.value.hint)
 
 
 def test_a_compiled_model_is_evaluated() -> None:

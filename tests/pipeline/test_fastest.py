@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from vitcompress.cli import main
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.runtimes import EXPORTERS
 from vitcompress.exporters.sidecar import read_sidecar
+from vitcompress.io.progress import Progress
 from vitcompress.models.checkpoint import write_model
 from vitcompress.models.create import create_model
+from vitcompress.pipeline import fastest
 from vitcompress.pipeline.fastest import Candidate, options_for
 from vitcompress.plan import Plan
 
@@ -86,3 +89,29 @@ def test_a_folder_that_cannot_be_exported_is_the_error(tmp_path: Path) -> None:
     done = export(tmp_path)
     assert done["code"] == 2 and str(tmp_path) in json.dumps(done)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_fastest_that_passes_is_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The fastest fails its checks, and the second fastest is chosen: neither is exported first."""
+    times = dict(zip(fastest.PRECISIONS, (4.0, 2.0, 1.0, 3.0), strict=True))
+    checked: list[str] = []
+
+    def export(folder: Path, name: str, *, options: ExportOptions, out: Path, dense: bool) -> Any:
+        return SimpleNamespace(path=out, precision=options.precision)
+
+    def run(paths: list[Path], *args: Any, **settings: Any) -> Any:
+        rows = [{"latency_ms": {"p50": ms}} for ms in times.values()]
+        ratios = [{"median": 4 / ms, "ci95": [3.9 / ms, 4.1 / ms]} for ms in list(times.values())[1:]]
+        return SimpleNamespace(rows=rows, ratios=ratios, disturbed=())
+
+    def verify(folder: Path, exported: Any, *args: Any, **settings: Any) -> Any:
+        checked.append(exported.precision)
+        return SimpleNamespace(verdict="failed" if exported.precision == "int8" else "passed", reason="wrong")
+
+    monkeypatch.setattr(fastest, "export_folder", export)
+    monkeypatch.setattr(fastest, "open_runner", lambda path: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(fastest.suite, "run", run)
+    monkeypatch.setattr(fastest, "verify_export", verify)
+    best, candidates = fastest.choose_fastest(tmp_path, ("onnx",), ExportOptions(), dense=False, progress=Progress())
+    assert checked == ["int8", "bf16"] and (best.precision, best.ms) == ("bf16", 2.0)
+    assert [candidate.result for candidate in candidates] == ["wrong", "chosen", *["slower, not checked"] * 2]

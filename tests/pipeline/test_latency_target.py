@@ -1,5 +1,7 @@
 """Latencies are measured on the requested runtime, and reach the step that prunes to one."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from method_world import model
 from torch import nn
 from whole_runs import RecordedProgress
 
@@ -18,7 +21,7 @@ from vitcompress.io.run_folder import RunFolder
 from vitcompress.methods import isomorphic
 from vitcompress.methods.base import Goal, Measured
 from vitcompress.methods.table import METHODS
-from vitcompress.models.create import create_model
+from vitcompress.models.create import create_model, input_config
 from vitcompress.pipeline import dry_run, latency
 from vitcompress.pipeline.job import Job, RunOptions, create_job
 from vitcompress.pipeline.latency import LatencyClock, check_latency, create_clock
@@ -221,3 +224,34 @@ def test_a_step_after_a_latency_target_is_planned_on_the_measured_widths(tmp_pat
     heads = first.heads.get("blocks.0.attn", 4)
     assert run.passed and second.heads["blocks.0.attn"] == round(heads / 2)
     assert len(second.kept["blocks.0.v"]) * heads == len(first.kept["blocks.0.v"]) * round(heads / 2)
+
+
+@pytest.mark.parametrize(
+    ("goal", "wanted"), [(Goal(1.0, "torch", 2, 1), [1, 1, 2]), (Goal(1.0, "torch"), [4, None, 8])]
+)
+def test_a_goal_has_its_own_batch_and_threads(
+    goal: Goal, wanted: list[int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others are measured with those of the recipe: threads of torch, of the runtime, and images."""
+    seen: list[Any] = []
+
+    @contextmanager
+    def cpu_threads(count: int | None) -> Iterator[None]:
+        seen.append(count)
+        yield
+
+    def open_torch(model: Any, options: Any, name: str) -> Any:
+        seen.append(options.threads)
+        return SimpleNamespace(close=lambda: None)
+
+    def compare(runners: Any, options: Any) -> Any:
+        seen.append(options.batch)
+        return SimpleNamespace(rows=[{"samples_ms": [[1.0]] * 20}], disturbed=())
+
+    monkeypatch.setattr(latency.distributed, "cpu_threads", cpu_threads)
+    monkeypatch.setattr(latency, "TorchRunner", open_torch)
+    monkeypatch.setattr(latency.suite, "compare", compare)
+    monkeypatch.setattr(LatencyClock, "wait_until_quiet", lambda self: "")
+    vit = model()
+    clock = LatencyClock(input_config(vit), Runtime(torch.device("cpu")), Progress(), batch=8, threads=4)
+    assert clock(vit, goal).ms == 1.0 and seen == wanted

@@ -20,12 +20,20 @@ from vitcompress.models.checkpoint import load_model, load_model_files
 from vitcompress.models.cost import count_cost
 from vitcompress.models.create import create_model
 from vitcompress.pipeline.dry_run import dry_run_recipe
-from vitcompress.pipeline.job import RunOptions
+from vitcompress.pipeline.job import RunOptions, apply_options
 from vitcompress.pipeline.run import run_recipe
 from vitcompress.plan import Plan
+from vitcompress.recipe.load import load_recipe
 from vitcompress.surgery.gates import GatedModel
 from vitcompress.training.data import open_data
 from vitcompress.training.options import DataOptions
+
+
+def test_the_path_of_a_data_folder_is_recorded_from_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands read it from a recorded recipe in any folder."""
+    monkeypatch.chdir(tmp_path)
+    recipe = load_recipe("digits_hetdpt", ["data.source=imagefolder", "data.path=my images"])
+    assert apply_options(recipe, RunOptions()).data.path == str(tmp_path.resolve() / "my images")
 
 
 def test_without_heldout_images_fixed_layers_are_still_removed(tmp_path: Path) -> None:

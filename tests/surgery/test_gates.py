@@ -225,3 +225,13 @@ def test_layers_without_a_gate() -> None:
     for value in (-0.1, 1.1, float("nan")):
         with pytest.raises(PlanError, match=r"must be in 0\.\.1"):
             open_model.set_gate("blocks.0.attn", value)
+
+
+def test_no_output_activation_while_layers_fade_out() -> None:
+    model, x = build("plain"), images("plain")
+    with_act = add_gates(deepcopy(model), layers(model)[:2], both_pruned_output_act="gelu")
+    without = add_gates(deepcopy(model), layers(model)[:2])
+    for one in (with_act, without):
+        for site in one.sites:
+            one.set_gate(site.name, 0.5)
+    assert torch.equal(with_act(x), without(x))

@@ -1,5 +1,7 @@
 """Channel masks leave no trace, and their gradient is that of the loss."""
 
+from typing import Any
+
 import pytest
 import torch
 from contracts import (
@@ -15,6 +17,7 @@ from contracts import (
     spaces_of,
 )
 from torch import Tensor, nn
+from torch.nn import functional
 
 from vitcompress.errors import PlanError
 from vitcompress.families import family_of
@@ -101,3 +104,17 @@ def test_masks_that_do_not_fit_the_model_are_rejected(gates: dict[str, Tensor], 
     model = build("plain")
     with pytest.raises(PlanError, match=message), mask_channels(model, family_of(model), gates):
         pass
+
+
+def test_norms_take_statistics_of_channels_with_any_nonzero_mask() -> None:
+    model, x = build("plain"), images("plain")
+    mask = torch.linspace(0.5, 1, 16, dtype=torch.float64)
+    mask[:4] = 0
+    seen: list[Any] = []
+    with mask_channels(model, family_of(model), {"residual": mask}):
+        model.norm.register_forward_hook(lambda module, args, out: seen.append((args[0], out)))
+        model(x)
+    (before, after), kept = seen[0], slice(4, None)
+    norm = model.norm
+    normal = functional.layer_norm(before[..., kept], (12,), norm.weight[kept], norm.bias[kept], norm.eps)
+    torch.testing.assert_close(after[..., kept], normal * mask[kept], rtol=1e-10, atol=1e-12)

@@ -1,8 +1,10 @@
 """Splits do not overlap, every process gets its share and no more, and every bad data set is rejected at once."""
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -385,3 +387,43 @@ def test_tinted_classes_are_distinguishable_by_their_mean_image() -> None:
     means = np.stack([train[labels == label].mean(0) for label in range(12)])
     correct = int((np.argmax(test @ means.T, axis=1) == expected).sum())
     assert 360 * 0.25 < correct < 360 * 0.9
+
+
+def test_the_smoothing_of_mixed_targets_is_the_configured_one() -> None:
+    """Not timm's default of 0.1."""
+    loader = TrainLoader(numbered(8), INPUT, Augmentation(mixup=0.8, smoothing=0.2), 4, 0, CPU, classes=5)
+    assert float(next(iter(loader))[1].min()) == pytest.approx(0.04)
+
+
+def test_crops_have_the_configured_area_and_aspect_ratio() -> None:
+    augmentation = Augmentation(no_aug=False, scale=(0.4, 0.6), ratio=(0.5, 1.5), hflip=0.25)
+    transform: Any = image_transform(INPUT, augmentation)
+    crop, flip = transform.transforms[:2]
+    assert (tuple(crop.scale), tuple(crop.ratio), flip.p) == ((0.4, 0.6), (0.5, 1.5), 0.25)
+
+
+def test_squash_keeps_the_whole_of_a_wide_image() -> None:
+    """Only its ends are bright; a centre crop has none of them."""
+    pixels = np.full((4, 16), 255, np.uint8)
+    pixels[:, 4:12] = 0
+    image = Image.fromarray(pixels)
+    largest = {
+        m: int(image_transform(dataclasses.replace(INPUT, crop_mode=m))(image).max()) for m in ("center", "squash")
+    }
+    assert largest["center"] < 50 < 200 < largest["squash"]
+
+
+@pytest.mark.parametrize(("mode", "contents"), [("const", 1), ("pixel", 17)])
+def test_an_erased_rectangle_has_the_configured_content(mode: Any, contents: int) -> None:
+    """Zero, or a normal number in each pixel."""
+    data = ArrayImages(np.full((16, 4, 4), 255, np.uint8), np.arange(16) % 2)
+    whole = {"no_aug": False, "scale": (1.0, 1.0), "ratio": (1.0, 1.0), "hflip": 0.0}
+    images, _ = next(iter(TrainLoader(data, INPUT, Augmentation(**whole, reprob=1.0, remode=mode), 16, 0, CPU)))
+    assert min(images[images != 1].unique().numel(), 17) == contents
+
+
+def test_as_many_views_of_an_image_as_configured() -> None:
+    loader = TrainLoader(numbered(250), INPUT, Augmentation(repeats=2), 8, 0, CPU)
+    loader.set_epoch(3)
+    seen = np.bincount([round(float(image[0, 0, 0]) * 255) for images, _ in loader for image in images])
+    assert seen.max() == 2

@@ -248,3 +248,39 @@ def test_drop_path_is_linear_in_depth() -> None:
     # binomial counts of 2000 draws, to five standard deviations
     for name, rate in (("0", 0.0), ("1", 0.2), ("2", 0.4)):
         assert abs(counts[name] - 2000 * rate) <= 5 * math.sqrt(2000 * rate * (1 - rate))
+
+
+@pytest.mark.parametrize("amp", ["none", "fp16"])
+def test_the_norm_of_all_gradients_is_clipped_without_the_loss_scale(amp: Any, tmp_path: Path) -> None:
+    """One step of plain SGD moves all weights together by lr * clip_grad. fp16 has 11 bits: 1 % is more than enough."""
+    model = vit()
+    before = weights(model)
+    options = dataclasses.replace(
+        OPTIONS,
+        epochs=1,
+        batch_size=48,
+        optimizer="momentum",
+        lr=10.0,
+        schedule="constant",
+        weight_decay=0.0,
+        clip_grad=1e-2,
+    )
+    fit(model, tmp_path, options, runtime=Runtime(torch.device("cpu"), amp))
+    moved = torch.cat([(value - before[name]).flatten() for name, value in weights(model).items()])
+    assert float(moved.norm()) == pytest.approx(0.1, rel=1e-2)
+
+
+def test_the_optimiser_has_the_configured_betas() -> None:
+    optimizer = make_optimizer(vit(), TrainOptions(betas=(0.8, 0.9)), torch.device("cpu"))
+    assert {group["betas"] for group in optimizer.param_groups} == {(0.8, 0.9)}
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "constant"])
+def test_no_rate_exceeds_the_peak(schedule: Any, tmp_path: Path) -> None:
+    options = dataclasses.replace(OPTIONS, lr=1e-4, min_lr=1e-2, warmup_lr=1e-3, warmup_epochs=1, schedule=schedule)
+    assert rates(tmp_path, options) == pytest.approx([1e-4] * 12)
+
+
+def test_of_equal_epochs_the_first_is_kept(tmp_path: Path) -> None:
+    result = fit(vit(), tmp_path, dataclasses.replace(OPTIONS, epochs=3, lr=1e-12, min_lr=0.0, select="best"))
+    assert len({record["heldout"]["correct"] for record in result.history}) == 1 and result.epoch == 0

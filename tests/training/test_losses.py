@@ -189,3 +189,25 @@ def test_the_projection_of_patch_tokens_depends_on_the_seed() -> None:
     wide = vit(embed_dim=12, num_heads=1)
     projections = [student_of(vit(), "soft_patch", wide, seed).projection.weight for seed in (0, 0, 1)]
     assert torch.equal(projections[0], projections[1]) and not torch.equal(projections[0], projections[2])
+
+
+def test_probabilities_are_not_smoothed_again() -> None:
+    """timm's mixup has smoothed them."""
+    student, images = vit(), torch.randn(6, 1, 4, 4)
+    soft = torch.softmax(torch.randn(6, 3), 1)
+    options = TrainOptions(distillation="none", augmentation=Augmentation(smoothing=0.3))
+    loss = Objective(student, options, teacher=None, input=INPUT, device=CPU.device)
+    expected = functional.cross_entropy(student(images), soft)
+    assert loss(student, images, soft).item() == pytest.approx(expected.item(), rel=1e-5)
+    assert functional.cross_entropy(student(images), soft, label_smoothing=0.3).item() != pytest.approx(expected.item())
+
+
+def test_without_a_teacher_both_heads_share_the_labels() -> None:
+    student: Any = two_headed().train()
+    images, targets = torch.randn(6, 1, 4, 4), torch.arange(6) % 3
+    loss = Objective(student, TrainOptions(distillation="none"), teacher=None, input=INPUT, device=CPU.device)
+    with both_heads(student):
+        first, second = student(images)
+        value = loss(student, images, targets)
+    expected = (functional.cross_entropy(first, targets) + functional.cross_entropy(second, targets)) / 2
+    assert value.item() == pytest.approx(expected.item(), rel=1e-5)

@@ -8,7 +8,7 @@ from contracts import build, images, logits
 from torch import Tensor, nn
 
 from vitcompress.families import family_of
-from vitcompress.verify.tolerance import Reference, _gamma, fold_excess, reference
+from vitcompress.verify.tolerance import Reference, _aten, _gamma, _variance_of_sums, fold_excess, reference
 
 ULP = 2.0**-23  # between neighbours in float32 from 1 to 2
 LARGE = 2.0 - ULP  # the largest number below 2, which one unit in the last place changes by the unit roundoff
@@ -93,3 +93,12 @@ def test_the_reference_is_the_model_in_float64_with_its_stored_weights(dtype: to
     assert truth.exact.dtype == torch.float64 and truth.roundoff == torch.finfo(dtype).eps / 2
     assert torch.equal(truth.exact, logits(model.double(), x.double()))
     assert family_of(model).name == "vit" and not truth.exact.requires_grad
+
+
+def test_a_bias_is_no_part_of_the_sums_of_a_convolution() -> None:
+    x, weight, bias = torch.randn(2, 3, 8, 8), torch.randn(5, 3, 4, 4), torch.full((5,), 1e3)
+    variances = []
+    for b in (None, bias):
+        args = (x, weight, b, [4, 4], [0, 0], [1, 1], False, [0, 0], 1)
+        variances.append(_variance_of_sums(_aten.convolution, args, _aten.convolution(*args)))
+    assert torch.allclose(variances[0], variances[1], rtol=1e-3)

@@ -33,7 +33,8 @@ from vitcompress.surgery import apply_to_copy
 from vitcompress.verify import outputs
 from vitcompress.verify.files import file_status, record_status, reject_export
 from vitcompress.verify.folder import verify_folder
-from vitcompress.verify.outputs import SHARES, Original, output_checks
+from vitcompress.verify.outputs import SHARES, Comparison, Original, comparison_checks, output_checks
+from vitcompress.verify.tolerance import Rounding
 
 ARCH = "vit_tiny_patch16_224"
 ARGS = {"img_size": 8, "patch_size": 4, "in_chans": 3, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 4}
@@ -341,3 +342,22 @@ def test_signals_arrive_after_two_openvino_models(folder: Path) -> None:
     path = export_folder(folder, "openvino").path
     done = subprocess.run([sys.executable, "-c", SIGNALLED, str(path)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "heard\n"), done.stderr
+
+
+def test_rounding_replaces_the_limits_of_the_share_only_if_it_explains_more() -> None:
+    comparison = Comparison(1, 0, 0, 0.0, 1.0, 0.0)
+    for kl, angle, limits in ((0.5, 0.3, (0.5, 0.3)), (0.001, 0.0001, (0.02, 0.005))):
+        checks = {c.name: c.tolerance for c in comparison_checks(comparison, (0.1, 0.1, kl, angle), "x", "s")}
+        assert (checks["x.kl"], checks["x.cosine"]) == pytest.approx(limits)
+
+
+@pytest.mark.parametrize(("evaluations", "error", "kl"), [(0, 1e-3, 1.0), (1, 1e-3, 1.0), (2, 1e-3, 2.0)])
+def test_the_error_is_at_most_the_share_and_evaluations_add(evaluations: int, error: float, kl: float) -> None:
+    """Two evaluations in fp32, as of a file that takes bytes: their divergences add. The logits are large."""
+    exact = torch.randn(5, 3, dtype=torch.float64)
+    original: Any = Original(torch.nn.Identity(), torch.zeros(5, 1))
+    vars(original).update(exact=lambda images: exact, rounding=lambda images, kind: Rounding(9.0, 1.0, 0.0))
+    calls = [(torch.arange(5), exact.float())]
+    checks = outputs._call_checks("x", original, original.images, calls, (("fp32",), evaluations), "s")
+    found = {check.name.rpartition(".")[2]: check.tolerance for check in checks}
+    assert (found["error"], found["kl"]) == pytest.approx((error, kl))

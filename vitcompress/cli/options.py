@@ -1,5 +1,6 @@
 """Parsing of option values, shell completion, and groups of options that several commands share."""
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
@@ -105,9 +106,17 @@ def add_options(*options: Decorator) -> Decorator:
     return lambda command: reduce(lambda inner, option: option(inner), reversed(options), command)
 
 
+class _Option(click.Option):
+    """Its environment variable is named after the option, not after the argument of the function."""
+
+    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
+        name = max(self.opts, key=len).strip("-").replace("-", "_").upper()
+        return os.environ.get(f"{ctx.auto_envvar_prefix}_{name}") or None
+
+
 def option(names: str, help: str, type: Any = None, metavar: str | None = None, **about: Any) -> Decorator:
     """`click.option`. names: `--out -o`. about: its other arguments."""
-    return click.option(*names.split(), help=help, type=type, metavar=metavar, **about)
+    return click.option(*names.split(), cls=_Option, help=help, type=type, metavar=metavar, **about)
 
 
 def flag(names: str, help: str, **about: Any) -> Decorator:

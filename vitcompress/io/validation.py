@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
 from vitcompress.errors import InputError, did_you_mean
@@ -62,14 +61,12 @@ def validate(kind: type[Table], data: Mapping[str, object], prefix: str, problem
     """`data` as `kind`, or None after adding to `problems`. prefix: see `describe_errors`."""
     try:
         # As JSON, because only there strict mode accepts tables for dataclasses and lists for tuples.
-        return kind.model_validate_json(json.dumps(data, default=_plain))
+        # `tolist`: of numbers of NumPy.
+        plain = json.dumps(data, default=lambda value: value.tolist() if hasattr(value, "tolist") else str(value))
+        return kind.model_validate_json(plain)
     except ValidationError as error:
         problems += describe_errors(error, kind, prefix)
         return None
-
-
-def _plain(value: object) -> object:
-    return value.item() if isinstance(value, np.generic) else str(value)
 
 
 def validate_options(kind: type[Any], values: Mapping[str, object], prefix: str, problems: list[str]) -> Any | None:

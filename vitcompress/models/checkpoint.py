@@ -112,7 +112,10 @@ def load_model_files(plan_path: Path, weights_path: Path) -> nn.Module:
     model = _rebuild(plan, tensors)
     load_strictly(model, tensors, weights_path)
     model.plan = plan  # type: ignore[assignment]
-    return model.to(next(model.parameters()).dtype).eval()  # buffers that are not saved (rotary embeddings), too
+    dtype = next(model.parameters()).dtype
+    for buffer in (buffer for name, buffer in model.named_buffers() if name not in tensors):  # rotary embeddings
+        buffer.data = buffer.to(dtype if buffer.is_floating_point() else buffer.dtype)
+    return model.eval()
 
 
 def _rebuild(plan: Plan, tensors: Mapping[str, Tensor]) -> nn.Module:

@@ -146,7 +146,8 @@ def finetune(  # noqa: PLR0913 (each argument is public and has a default)
 ) -> TrainResult:
     """Train `model` in place; it ends in eval mode with the selected weights.
 
-    It seeds the random generators of Python, NumPy and torch, as `plan` does with methods that train.
+    It seeds the random generators of Python, NumPy and torch, as `plan` does with methods that train. The rate of
+    stochastic depth is that of the options, not of the model. The teacher moves to the device, and stays in eval mode.
 
     Args:
         train_data: a map-style data set of (image, class) pairs (PIL images, which are augmented, or normalised
@@ -236,6 +237,7 @@ def export(
     exporter = available_exporter(formats[0], hint="`vitcompress doctor` shows what is missing")
     settings = options_of(ExportOptions, options, f"format {exporter.name}")
     exporter.check(settings)
+    exporter.check_path(path)
     config = create.input_config(model)
     path.parent.mkdir(parents=True, exist_ok=True)
     calibration = None

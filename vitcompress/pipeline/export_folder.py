@@ -100,11 +100,7 @@ def _check_name(exporter: Exporter, folder: Path, out: Path, options: ExportOpti
     if other := _describe_other(out, options):
         message = f"{out} is a file of another precision or input ({other})"
         raise InputError(message, hint="give another --out, or remove the file")
-    if out.suffix != exporter.file_suffix:
-        raise InputError(
-            f"{out} cannot be a file of the format {exporter.name}, whose names end in {exporter.file_suffix}",
-            hint=f"--out {out.with_suffix(exporter.suffix)}, or another --format",
-        )
+    exporter.check_path(out)
 
 
 def _describe_other(path: Path, options: ExportOptions) -> str | None:
@@ -179,7 +175,7 @@ def _copy_command(folder: Path, exported: Exported) -> str:
     path, source = exported.path, source_path(exported.path)
     files = [*map(path.with_name, exported.files), sidecar_path(path)]
     files += [source, sidecar_path(source)] if source.is_file() else []
-    return f"{shlex.join(['cp', *map(str, files), str(folder)])} && vitcompress verify {folder}"
+    return f"{shlex.join(['cp', *map(str, files), str(folder)])} && vitcompress verify {shlex.quote(str(folder))}"
 
 
 def sign_artifact(path: Path, key: Any) -> Path:

@@ -88,6 +88,8 @@ def apply_options(recipe: Recipe, options: RunOptions, data: Splits | None = Non
     elif options.data is not None:  # a folder of images, or the root of a data set of timm
         source = "imagefolder" if table.source in BUILT_IN else table.source
         table = replace(table, path=str(Path(options.data).resolve()), source=source)
+    elif table.path is not None:  # the folder of the run can be used from everywhere
+        table = replace(table, path=str(Path(table.path).expanduser().resolve()))
     return replace(
         recipe,
         data=table,

@@ -97,6 +97,9 @@ def check_training(job: Job) -> None:
     """Raise InputError for training options that cannot work, including those of later trainings."""
     if job.data is None:
         return
+    if (channels := job.input.size[0]) not in (1, 3) and not getattr(job.data.train, "prepared", False):
+        message = f"the model takes images of {channels} channels, and files have 1 or 3"
+        raise InputError(message, hint="use vc.finetune with tensors, or --structure-only")
     finetune = job.recipe.finetune
     for options in (job.recipe.dense, *reversed(job.trainings)):
         if options is not None:

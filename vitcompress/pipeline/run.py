@@ -1,5 +1,6 @@
 """Run a recipe: check everything that can fail, then run the stages, from the dense model to the report."""
 
+import shlex
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -84,7 +85,7 @@ class RunResult:
     def pending(self) -> list[CheckRecord]:
         """The checks of exported files that need another machine."""
         checks = (self.report.get("verify") or {"checks": ()})["checks"]
-        commands = [(check["command"] or "").replace("DIR", str(self.folder)) for check in checks]
+        commands = [(check["command"] or "").replace("DIR", shlex.quote(str(self.folder))) for check in checks]
         pairs = zip(checks, commands, strict=True)
         return [{**check, "command": text} for check, text in pairs if text.startswith("vitcompress verify ")]
 

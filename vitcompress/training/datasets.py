@@ -108,11 +108,17 @@ class MappedImages(Images):
         try:
             samples = getattr(getattr(dataset, "reader", None), "samples", None) or dataset
             labels = dataset.targets if hasattr(dataset, "targets") else [samples[i][1] for i in range(len(samples))]
+            if samples is not dataset or hasattr(dataset, "targets"):  # else of the items, which have it already
+                transform = getattr(dataset, "target_transform", None) or int
+                labels = [transform(label) for label in np.asarray(labels).tolist()]
             self.dataset, self.labels = dataset, np.asarray(labels, np.int64)
-            first = dataset[0][0] if len(self.labels) else None
-            self.prepared = isinstance(first, Tensor)
-            if isinstance(first, Tensor) and not first.is_floating_point():
-                raise ValueError(f"images of {first.dtype}")
+            if (self.labels != np.asarray(labels)).any():
+                raise ValueError("a label is not a whole number")
+            item: Any = dataset[0] if len(labels) else (b"", 0)
+            image, _ = item
+            self.prepared = isinstance(image, Tensor)
+            if not isinstance(image, Tensor | Image.Image | bytes) or (self.prepared and not image.is_floating_point()):
+                raise ValueError(f"images of {getattr(image, 'dtype', type(image).__name__)}")
         except (TypeError, ValueError, LookupError) as error:
             hint = "return a PIL image or a normalised tensor (C, H, W), and the index of its class"
             message = f"the items of {name} are not (image, class) pairs: {first_line(error)}"

@@ -139,10 +139,11 @@ class BatchLoader:
         """Nothing to do: the order is that of `batches`."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for images, targets in self.batches:
-            if not (isinstance(images, Tensor) and isinstance(targets, Tensor)):
-                message = f"a batch has {type(images).__name__} and {type(targets).__name__} instead of tensors"
+        for batch in self.batches:
+            if len(batch) != 2 or not all(isinstance(part, Tensor) for part in batch):
+                message = f"a batch has {', '.join(type(part).__name__ for part in batch)} instead of two tensors"
                 raise DataError(message, hint="pass batches of (images, labels)")
+            images, targets = batch
             if not targets.is_floating_point():  # as probabilities are
                 check_labels(targets := targets.long(), self.classes)
             yield images.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)

@@ -8,7 +8,7 @@ saved, and on the CPU a resumed training equals an uninterrupted one bit for bit
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, cast
 
@@ -139,8 +139,9 @@ def check_options(options: TrainOptions, train_set: TrainData, heldout: TrainDat
         message = f"{share} images per process cannot be computed in {options.accumulate} equal parts"
         raise InputError(message, hint="use a batch_size that processes * accumulate divides")
     if isinstance(train_set, BatchLoader):
-        names = ("augmentation", *["batch_size"] * (options.lr_base is None))
-        if wrong := [name for name in names if getattr(options, name) != getattr(TrainOptions(), name)]:
+        names, default = ("augmentation", *["batch_size"] * (options.lr_base is None)), TrainOptions()
+        default = replace(default, augmentation=replace(default.augmentation, smoothing=options.augmentation.smoothing))
+        if wrong := [name for name in names if getattr(options, name) != getattr(default, name)]:
             hint = "omit it, or pass a data set of (image, class) pairs"
             raise InputError(f"{wrong[0]} has no effect: the training data are batches", hint=hint)
     elif options.epochs and options.batch_size > len(train_set):

@@ -29,6 +29,7 @@ many: a difference of twice what a change of the images by some roundings of fp3
 """
 
 import math
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -199,7 +200,8 @@ class Original:
 
     def not_run(self, name: str, path: Path, detail: str) -> Check:
         """The check `name` of the file `path`, which needs another machine or package."""
-        return Check(name, "not_run", detail=detail, command=self.command or f"vitcompress verify {path.parent}")
+        command = self.command or f"vitcompress verify {shlex.quote(str(path.parent))}"
+        return Check(name, "not_run", detail=detail, command=command)
 
 
 @dataclass(frozen=True)
