@@ -40,6 +40,7 @@ def dry_run(code: int, *words: str) -> dict[str, Any]:
         ["--device", "cuda:99"],
         ["--out", "taken"],
         ["--set", "finetune.batch_size=5000"],
+        ["--set", "model.args.in_chans=4"],
         ["--set", "finetune.teacher=deit_tiny_patch16_224"],  # from the hub, 1000 classes
         ["--set", "finetune.teacher=deit_tyni_patch16_224"],
         ["--set", "finetune.teacher=vit_tiny_patch16_224", "--set", "finetune.teacher_weights=none.pth"],

@@ -32,8 +32,8 @@ from vitcompress.training.options import DataOptions
 def test_the_path_of_a_data_folder_is_recorded_from_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands read it from a recorded recipe in any folder."""
     monkeypatch.chdir(tmp_path)
-    recipe = load_recipe("digits_hetdpt", ["data.source=imagefolder", "data.path=my images"])
-    assert apply_options(recipe, RunOptions()).data.path == str(tmp_path.resolve() / "my images")
+    recipe = load_recipe("digits_hetdpt", ["data.source=imagefolder", "data.path=mine"])
+    assert apply_options(recipe, RunOptions()).data.path == str(tmp_path.resolve() / "mine")
 
 
 def test_without_heldout_images_fixed_layers_are_still_removed(tmp_path: Path) -> None:

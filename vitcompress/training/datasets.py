@@ -117,7 +117,7 @@ class MappedImages(Images):
             item: Any = dataset[0] if len(labels) else (b"", 0)
             image, _ = item
             self.prepared = isinstance(image, Tensor)
-            if not isinstance(image, Tensor | Image.Image | bytes) or (self.prepared and not image.is_floating_point()):
+            if not (image.is_floating_point() if self.prepared else isinstance(image, Image.Image | bytes)):
                 raise ValueError(f"images of {getattr(image, 'dtype', type(image).__name__)}")
         except (TypeError, ValueError, LookupError) as error:
             hint = "return a PIL image or a normalised tensor (C, H, W), and the index of its class"
