@@ -153,7 +153,7 @@ class Exporter:
         if path.suffix != self.file_suffix:
             raise InputError(
                 f"{path} cannot be a file of the format {self.name}, whose names end in {self.file_suffix}",
-                hint=f"use {path.with_suffix(self.suffix)}, or another format",
+                hint=f"--out {path.with_suffix(self.suffix)}, or another --format",
             )
 
     def supported(self, options: ExportOptions) -> frozenset[str]:
