@@ -106,8 +106,8 @@ def test_a_run_states_the_weights_of_its_teacher(tmp_path: Path) -> None:
 
 
 def test_a_teacher_with_random_weights_has_no_file_to_state(tmp_path: Path) -> None:
-    sets = ("finetune.teacher=vit_tiny_patch16_224", "finetune.teacher_weights=random", "finetune.distillation=soft")
-    sizes = ("model.args.in_chans=3", "model.args.img_size=224", "model.args.patch_size=112")
+    sets = ("finetune.teacher=test_vit", "finetune.teacher_weights=random", "finetune.distillation=soft")
+    sizes = ("model.args.in_chans=3", "model.args.img_size=160", "model.args.patch_size=80")
     _, progress = world.run(tmp_path, *world.BARE, *sizes, *sets, text=SMALL)
     assert not [note for note in progress.notes if note.startswith("teacher: ")]
 
