@@ -103,7 +103,8 @@ def plan(
             `amount` in ms, the sizes are chosen by measurements on this machine.
 
     Raises:
-        InputError: unknown method, options or model, or missing data; PlanError for more than the model has.
+        InputError: unknown method, options or model, missing data, or the `folder` of another call.
+        PlanError: more than the model has.
 
     Example:
         >>> import vitcompress as vc

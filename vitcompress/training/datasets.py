@@ -108,8 +108,8 @@ class MappedImages(Images):
         try:
             samples = getattr(getattr(dataset, "reader", None), "samples", None) or dataset
             labels = dataset.targets if hasattr(dataset, "targets") else [samples[i][1] for i in range(len(samples))]
-            if samples is not dataset or hasattr(dataset, "targets"):  # else of the items, which have it already
-                transform = getattr(dataset, "target_transform", None) or int
+            transform = getattr(dataset, "target_transform", None)
+            if transform and (samples is not dataset or hasattr(dataset, "targets")):  # items have it already
                 labels = [transform(label) for label in np.asarray(labels).tolist()]
             self.dataset, self.labels = dataset, np.asarray(labels, np.int64)
             if (self.labels != np.asarray(labels)).any():

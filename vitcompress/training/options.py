@@ -27,7 +27,7 @@ class DataOptions(Preprocessing):
     """Where images are read from, and how they become the input of the model."""
 
     source: Annotated[str, Doc(_SOURCES)] = "digits"
-    path: Annotated[str | None, Doc("folder of the images")] = None
+    path: Annotated[str | None, Doc("folder of the images; a relative one is in the current directory")] = None
     train_split: Annotated[str | None, Doc("name of the training split; None: train")] = None
     test_split: Annotated[str | None, Doc("name of the test split; None: val, validation or test")] = None
     heldout: Annotated[Fraction, Doc("share of the training images that are held out for choices")] = 0.1

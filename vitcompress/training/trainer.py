@@ -126,10 +126,10 @@ class Learner:
         settings = (at.input, augmentation, job.micro_batch, at.seed, at.runtime, classes)
         self.loader = data if isinstance(data, BatchLoader) else TrainLoader(data, *settings)
         self.steps = len(self.loader) // job.options.accumulate  # of an epoch
-        if self.steps == 0 and isinstance(data, BatchLoader):
-            message = f"accumulate {job.options.accumulate} is more than the {len(data)} batches of an epoch"
-            raise InputError(message, hint="lower accumulate or pass more batches")
         if self.steps == 0:
+            if isinstance(data, BatchLoader):
+                message = f"accumulate {job.options.accumulate} is more than the {len(data)} batches of an epoch"
+                raise InputError(message, hint="lower accumulate or pass more batches")
             raise too_few_images(job.options.batch_size, len(data))
         runtime, groups = at.runtime, job.controls.parameter_groups
         self.network: Any = runtime.wrap(job.module)

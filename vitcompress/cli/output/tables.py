@@ -154,11 +154,12 @@ def _print_search(search: Mapping[str, Any]) -> None:
         "reason": "{reason}",
     }
     print_table(Table.of("", columns, search["tries"]), wrap=True)
-    minimal = "; none of them can be left out" if search["smallest"] else "; a smaller set may exist"
-    minimal = minimal if search["chosen"] else ""
+    chosen, minimal = ", ".join(search["chosen"]) or "nothing", ""
+    if search["chosen"]:
+        minimal = "; none of them can be left out" if search["smallest"] else "; a smaller set may exist"
     proxy = "; tested on a proxy, verify on the target" if search["proxy"] else ""
     images = f"{search['images']} images{'' if search['real'] else ' of noise'}"
-    print_text(f"kept in fp32: {', '.join(search['chosen']) or 'nothing'} ({images}{minimal}{proxy})")
+    print_text(f"kept in fp32: {chosen} ({images}{minimal}{proxy})")
 
 
 def print_comparison(comparison: Comparison) -> None:
