@@ -130,9 +130,7 @@ def test_the_shared_round_is_kept_until_both_chains_are_done(tmp_path: Path) -> 
 
 
 def test_the_gradients_of_gates_are_those_of_the_model_in_evaluation_mode(tmp_path: Path) -> None:
-    vit, options = (
-        model(drop_path_rate=0.5),
-        HetdptOptions(pruned_layers=2, te=replace(HetdptOptions(pruned_layers=2).te, images=24)),
-    )
+    vit, options = model(drop_path_rate=0.5), HetdptOptions(pruned_layers=2)
+    options = replace(options, te=replace(options.te, images=24))
     about = context(tmp_path, vit)
     assert gradient_disparity(vit.train(), about, options) == gradient_disparity(vit.eval(), about, options)

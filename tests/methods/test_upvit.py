@@ -22,7 +22,7 @@ from vitcompress.methods.upvit import method as upvit
 from vitcompress.methods.upvit.importance import Component
 from vitcompress.methods.upvit.ranking import best, candidates, least_first
 from vitcompress.methods.upvit.target import Target, standard_blocks
-from vitcompress.models.checkpoint import standard_model
+from vitcompress.models.checkpoint import load_model, prune, save_model, standard_model
 from vitcompress.plan import Plan
 from vitcompress.verify.slice import slice_check
 
@@ -117,6 +117,18 @@ def test_the_result_is_a_standard_timm_model(tmp_path: Path) -> None:
     plain.load_state_dict(standard.state_dict(), strict=True)
     assert plain.embed_dim == 8 and len(plain.blocks) == 3 and plain.blocks[0].attn.num_heads == 1
     assert (small(x) - dense(x)).abs().max() > 1e-3
+
+
+def test_the_standard_model_has_another_classifier(tmp_path: Path) -> None:
+    dense = model(depth=4)
+    plan = upvit.plan(dense, context(tmp_path / "plan", dense), upvit.Options(target_args=SMALL, images=24))
+    small: Any = prune(dense, plan)
+    small.reset_classifier(7)
+    save_model(small, tmp_path / "saved")
+    loaded: Any = load_model(tmp_path / "saved")
+    x = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(loaded(x), small(x)) and loaded.plan.standard["args"]["num_classes"] == 7
+    assert (standard_model(loaded, loaded.plan)(x) - small(x)).abs().max() < 1e-5  # float32, as above
 
 
 @pytest.mark.parametrize("score", ["exact", "fisher", "screened"])

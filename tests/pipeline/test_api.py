@@ -213,6 +213,7 @@ def test_data_of_another_form_is_rejected(tmp_path: Path) -> None:
         ([(images[0], 1, 2)], "too many values"),
         ([(images[0].numpy(), 1)], "images of float32"),
         ([(images[0], 1.5)], "a label is not a whole number"),
+        (Fractions(), "a label is not a whole number"),
         ([(torch.zeros(1, 8, 8, dtype=torch.uint8), 1)], "images of torch.uint8"),
     ):
         with pytest.raises(DataError, match=re.escape(text)):
@@ -235,6 +236,10 @@ class Coarse:
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return batches()[0][0][index], self.target_transform(int(self.targets[index]))
+
+
+class Fractions(Pictures):
+    targets = torch.full((32,), 1.5)
 
 
 def test_labels_of_a_data_set_are_transformed() -> None:

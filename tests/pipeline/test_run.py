@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -142,3 +142,9 @@ def test_recipes_that_train_the_same_dense_model_share_it(home: Path, finished: 
     assert tree(folder) == before and list(home.glob("dense-*")) == [folder]
     assert result.report["layers"] == "chance" and result.report["searched"] is None
     assert result.report["files"] == {} and [e["rows"][0]["runtime"] for e in result.report["bench"]] == ["torch"]
+
+
+def test_commands_quote_the_name_of_the_folder() -> None:
+    checks = [{"name": "agreement", "command": "vitcompress verify DIR"}]
+    result = RunResult(Path("my runs"), cast(Any, {"verify": {"checks": checks}}))
+    assert [check["command"] for check in result.pending] == ["vitcompress verify 'my runs'"]
