@@ -4,6 +4,7 @@ import doctest
 import re
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,8 @@ from PIL import Image
 from torch import Tensor, distributed, nn
 
 import vitcompress as vc
-from vitcompress.errors import DataError, InputError, PlanError
+from vitcompress.errors import DataError, InputError, PlanError, VitcompressError
+from vitcompress.io.progress import Progress
 from vitcompress.methods.base import Measured
 from vitcompress.methods.table import METHODS
 from vitcompress.pipeline import api
@@ -259,9 +261,47 @@ def test_settings_of_batches() -> None:
 def test_a_folder_belongs_to_one_plan(tmp_path: Path) -> None:
     plan = vc.plan(model(), "isomorphic", batches(), folder=tmp_path, keep_ratio=0.5, align=FINE)
     assert vc.plan(model(), "isomorphic", batches(), folder=tmp_path, keep_ratio=0.5, align=FINE) == plan
-    for network, options in ((model(), {"keep_ratio": 0.6}), (model(depth=1), {"keep_ratio": 0.5})):
-        with pytest.raises(InputError, match="contains a plan with other arguments"):
-            vc.plan(network, "isomorphic", batches(), folder=tmp_path, align=FINE, **options)
+    others = [model(depth=1), model(seed=1)]
+    calls = [(model(), batches(), 0.6), (model(), batches(5), 0.5), *((other, batches(), 0.5) for other in others)]
+    for network, data, ratio in calls:
+        with pytest.raises(InputError, match="contains a plan of another model or call"):
+            vc.plan(network, "isomorphic", data, folder=tmp_path, align=FINE, keep_ratio=ratio)
+
+
+def test_a_folder_belongs_to_one_training(tmp_path: Path) -> None:
+    network, other = model(), model(seed=1)
+    trained = vc.finetune(network, batches(), epochs=1, folder=tmp_path)
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    for rejected in (other, vc.prune(model(), vc.plan(model(), "fixed", activation=[0]))):
+        with pytest.raises(InputError, match="contains a training of another model"):
+            vc.finetune(rejected, batches(), epochs=1, folder=tmp_path)
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+    for same in (model(), network):  # the model before and after the training
+        assert vc.finetune(same, batches(), epochs=1, folder=tmp_path) == trained
+        assert all(torch.equal(value, network.state_dict()[name]) for name, value in same.state_dict().items())
+
+
+def test_a_stopped_training_continues_with_the_same_model(tmp_path: Path) -> None:
+    class Stopped(Progress):
+        def update(self, label: str, done: int, total: int, text: str = "") -> None:
+            if done > 6:  # in the second of two epochs of four batches
+                raise KeyboardInterrupt
+
+    network, whole = model(), model()
+    with pytest.raises(KeyboardInterrupt):
+        vc.finetune(network, batches(), epochs=2, folder=tmp_path, progress=Stopped())
+    vc.finetune(whole, batches(), epochs=2)
+    vc.finetune(network, batches(), epochs=2, folder=tmp_path)
+    assert all(torch.equal(value, whole.state_dict()[name]) for name, value in network.state_dict().items())
+
+
+def test_a_rejected_call_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(DataError):
+        vc.plan(model(), "isomorphic", data="images")
+    with pytest.raises(VitcompressError):
+        vc.plan(model(), "isomorphic", batches(), device="cuda:99")
+    assert not list(tmp_path.iterdir())
 
 
 def test_numbers_of_numpy_are_options() -> None:

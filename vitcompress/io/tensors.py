@@ -3,7 +3,8 @@
 import argparse
 import pickle
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path, PosixPath
 from typing import Any
 
@@ -41,6 +42,20 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
         plain[name] = own.clone() if own.untyped_storage().data_ptr() in stored else own
         stored.add(own.untyped_storage().data_ptr())
     write_file(path, lambda beside: save_file(plain, beside, metadata=dict(metadata or {})))
+
+
+def tensor_bytes(tensor: Tensor) -> bytes:
+    """The values of a tensor in C order."""
+    data: bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return data
+
+
+def tensors_digest(tensors: Iterable[Tensor], settings: str = "") -> str:
+    """A hash of settings and of the values of tensors, in their order."""
+    key = sha256(settings.encode())
+    for tensor in tensors:
+        key.update(tensor_bytes(tensor))
+    return key.hexdigest()[:32]
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:

@@ -315,7 +315,6 @@ def context_for(
         InputError: `model` was not created by timm.
         UnsupportedModelError: no family covers the model.
     """
-    path = Path(tempfile.mkdtemp(prefix="vitcompress-") if folder is None else folder)
     classes = int(getattr(model, "num_classes", 0))
     context = Context(
         plan=plan or plan_of(model),
@@ -323,12 +322,12 @@ def context_for(
         data=Splits() if data is None else split_images(data, HELDOUT, seed, classes),
         input=input_config(model),
         runtime=Runtime(check_device(device, "none")),
-        folder=path,
         seed=seed,
+        folder=Path(folder or tempfile.mkdtemp(prefix="vitcompress-")),  # last: an error above leaves none
         **{"progress": Progress(), "train": TrainOptions(), **settings},
     )
     if folder is None:
-        weakref.finalize(context, shutil.rmtree, path, ignore_errors=True)
+        weakref.finalize(context, shutil.rmtree, context.folder, ignore_errors=True)
     return context
 
 

@@ -24,8 +24,10 @@ from vitcompress.exporters.runner import Runner, RunnerOptions
 from vitcompress.exporters.runtimes import EXPORTERS, available_exporter, open_runner
 from vitcompress.exporters.torch_runner import TorchRunner
 from vitcompress.io.checks import Verification
+from vitcompress.io.files import read_json, write_json
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
+from vitcompress.io.tensors import tensors_digest
 from vitcompress.io.validation import options_of
 from vitcompress.methods.base import Method, context_for, load_handed_over
 from vitcompress.methods.latency import plan_step
@@ -122,9 +124,10 @@ def plan(
     clock = LatencyClock(base.input, base.runtime, base.progress, seed=seed)
     context = replace(base, latency=clock, measured_on=measured_on(base.runtime.device, None))
     call = {"method": chosen.name, "model": context.plan.digest, "seed": seed}
-    call |= {"options": asdict(settings), "training": asdict(base.train)}
+    labels = str([part.labels.tolist() for part in (base.data.train, base.data.heldout)])
+    call |= {"options": asdict(settings), "training": asdict(base.train), "inputs": _weights(model, labels)}
     if context.memo("call", lambda: call) != json.loads(json.dumps(call)):
-        raise InputError(f"{folder} contains a plan with other arguments", hint="use another folder")
+        raise InputError(f"{folder} contains a plan of another model or call", hint="use another folder")
     model.to(context.runtime.device)
     delta = plan_step(chosen, model, context, settings)
     load_handed_over(model, context.folder, context.plan, context.runtime)
@@ -177,7 +180,20 @@ def finetune(  # noqa: PLR0913 (each argument is public and has a default)
         at = TrainingContext(create.input_config(model), runtime, state, "finetune", seed, progress or Progress())
         heldout = None if val_data is None else open_source(val_data, runtime, model)
         source = open_source(train_data, runtime, model)
-        return train(model, source, heldout, settings, at, TrainingControls(teacher=teacher))
+        record, new = state / "model.json", {"plan": create.plan_of(model).digest, "weights": [_weights(model)]}
+        kept = read_json(record) if record.is_file() else new
+        # A stopped training has changed the weights of `model`, so only those of a finished one are compared.
+        finished = len(kept["weights"]) > 1
+        if kept["plan"] != new["plan"] or (finished and new["weights"][0] not in kept["weights"]):
+            raise InputError(f"{folder} contains a training of another model", hint="use another folder")
+        write_json(record, kept)
+        result = train(model, source, heldout, settings, at, TrainingControls(teacher=teacher))
+        write_json(record, {**kept, "weights": [kept["weights"][0], _weights(model)]})
+        return result
+
+
+def _weights(model: nn.Module, settings: str = "") -> str:
+    return tensors_digest(model.state_dict().values(), settings)
 
 
 def fold(model: nn.Module) -> nn.Module:

@@ -5,7 +5,6 @@ folder.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -22,7 +21,7 @@ from vitcompress.io.files import read_json, write_json
 from vitcompress.io.manifest import check_unchanged, record_changes
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
-from vitcompress.io.tensors import save_tensors
+from vitcompress.io.tensors import save_tensors, tensors_digest
 from vitcompress.models.checkpoint import load_model_files, read_plan, write_model
 from vitcompress.models.create import input_config
 from vitcompress.pipeline.dense import load_dense, teacher_for, train_model
@@ -32,7 +31,6 @@ from vitcompress.training.data import open_data
 from vitcompress.training.datasets import Images
 from vitcompress.training.metrics import calibration_images
 from vitcompress.training.trainer import TrainingControls
-from vitcompress.verify.weights import tensor_bytes
 
 FEW_IMAGES = 16
 
@@ -95,10 +93,7 @@ class Calibration:
 
 
 def _digest(model: nn.Module, settings: str, *tensors: Tensor) -> str:
-    key = sha256(settings.encode())
-    for tensor in (*tensors, *model.state_dict().values()):
-        key.update(tensor_bytes(tensor))
-    return key.hexdigest()[:32]
+    return tensors_digest([*tensors, *model.state_dict().values()], settings)
 
 
 def train_quantized(job: Job) -> None:

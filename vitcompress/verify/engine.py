@@ -17,10 +17,10 @@ from vitcompress.exporters.sidecar import usable_sidecar
 from vitcompress.exporters.tensorrt.export import source_path
 from vitcompress.io.checks import Check, limit_check, problem_check
 from vitcompress.io.files import file_sha256
-from vitcompress.io.tensors import load_tensors
+from vitcompress.io.tensors import load_tensors, tensor_bytes
 from vitcompress.surgery.shapes import PlannedTensor
 from vitcompress.verify.outputs import PlannedOriginal
-from vitcompress.verify.weights import CHECK, tensor_bytes
+from vitcompress.verify.weights import CHECK
 
 SETTINGS = ("precision", "opset")
 BUILD_SETTINGS = ("runtime_version", "sm", "batch", "tf32", "optimization_level", "hardware_compatible")

@@ -24,6 +24,7 @@ from vitcompress.exporters.quantize.smooth import rescale
 from vitcompress.exporters.uint8 import build_deployed, fix_size, tensors_of
 from vitcompress.io.checks import Check, problem_check
 from vitcompress.io.files import decode_json_values
+from vitcompress.io.tensors import tensor_bytes
 from vitcompress.io.text import format_shape
 from vitcompress.models.arguments import shapes_of
 from vitcompress.models.create import create_on_meta, input_config
@@ -167,12 +168,6 @@ def _match_quantized(
                 matches[name] = entry
                 break
     return matches
-
-
-def tensor_bytes(tensor: Tensor) -> bytes:
-    """The values of a tensor in C order."""
-    data: bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return data
 
 
 def _find_gathered(stored: Stored, missing: Mapping[str, Tensor]) -> str | None:
