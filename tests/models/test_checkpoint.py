@@ -17,7 +17,7 @@ from vitcompress.families import family_of
 from vitcompress.io.files import write_text
 from vitcompress.io.tensors import load_tensors, read_checkpoint, save_tensors
 from vitcompress.models.checkpoint import load_model, prune, save_model, write_model
-from vitcompress.models.create import create_model, input_config, plan_of
+from vitcompress.models.create import class_names_of, create_model, input_config, plan_of
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply_plan, fold_linears
 
@@ -128,6 +128,19 @@ def test_another_pooling_is_saved(name: str, tmp_path: Path) -> None:
     save_model(pooled, tmp_path / "pooled")
     assert_moved(before, logits(pooled, x))
     assert torch.equal(logits(load_model(tmp_path / "pooled"), x), logits(pooled, x))
+
+
+@pytest.mark.parametrize("classes", [None, ["cat", "dog", "bird"]])
+def test_preprocessing_that_was_changed_is_saved(classes: list[str] | None, tmp_path: Path) -> None:
+    args: dict[str, Any] = {"img_size": 32, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 3}
+    dense = vc.create_model("deit_tiny_patch16_224", **args, pretrained_cfg_overlay={"crop_pct": 0.7})
+    model = vc.prune(dense, vc.plan(dense, "magnitude", keep_heads=0.5))
+    before = input_config(model)
+    model.pretrained_cfg |= {"mean": (0.1, 0.2, 0.3), "interpolation": "nearest"}
+    save_model(model, tmp_path / "model", classes)
+    loaded = load_model(tmp_path / "model")
+    assert input_config(loaded) == replace(before, mean=(0.1, 0.2, 0.3), interpolation="nearest")
+    assert before.crop_pct == 0.7 and class_names_of(loaded) == tuple(classes or ())
 
 
 def test_models_that_cannot_be_saved_are_rejected_and_nothing_is_written(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The Python API: every function on a tiny model, with batches, with data sets, and with objects of other packages."""
 
 import doctest
+import json
 import re
 import subprocess
 import sys
@@ -443,6 +444,12 @@ def test_up_vit_is_saved_with_its_standard_model(tmp_path: Path) -> None:
     vc.save_model(small, tmp_path / "out")
     assert (tmp_path / "out" / "standard.safetensors").is_file() and vc.verify(tmp_path / "out").passed
     assert hasattr(small.get_submodule("blocks.0").ls1, "gamma")
+    small.pretrained_cfg["mean"] = (0.1, 0.2, 0.3)
+    vc.save_model(small, tmp_path / "other")
+    saved = json.loads((tmp_path / "other" / "plan.json").read_text())
+    for args in (saved["arch_args"], saved["standard"]["args"]):
+        assert args["pretrained_cfg_overlay"]["mean"] == [0.1, 0.2, 0.3]
+    assert vc.verify(tmp_path / "other").passed
 
 
 def test_a_model_without_a_classifier_is_exported_without_class_names(tmp_path: Path) -> None:

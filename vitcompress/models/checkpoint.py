@@ -17,7 +17,8 @@ from vitcompress.io.files import parse_plain, read_text, write_text
 from vitcompress.io.manifest import check_unchanged, write_manifest
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import read_checkpoint, save_tensors
-from vitcompress.models.create import class_names_of, create_model, create_on_meta, plan_of, with_class_names
+from vitcompress.models import create
+from vitcompress.models.preprocessing import NAMES
 from vitcompress.plan import Plan, enclosing_module
 from vitcompress.surgery import apply_plan
 
@@ -33,7 +34,7 @@ def prune(model: nn.Module, plan: Plan) -> nn.Module:
         UnsupportedModelError: no family supports the model.
         InputError: unknown origin of the model, see `plan_of`.
     """
-    whole = plan_of(model).then(plan)
+    whole = create.plan_of(model).then(plan)
     pruned = apply_plan(deepcopy(model), plan)
     pruned.plan = whole  # type: ignore[assignment]
     return pruned
@@ -52,15 +53,15 @@ def save_model(model: nn.Module, folder: str | Path, classes: Sequence[str] | No
     """Write a dense or pruned model with its plan to a new folder.
 
     `load_model` loads it, and `vitcompress export`, `verify` and `bench` accept the folder. The weights may have been
-    trained further, and the classifier may be a new one (`reset_classifier`). classes: their names, which exported
-    files contain; None: those that the model has.
+    trained further; the classifier (`reset_classifier`) and the preprocessing (`pretrained_cfg`) may be new. classes:
+    their names, which exported files contain; None: those that the model has.
 
     Raises:
         ArtifactError: the folder is not empty.
         InputError: the model has no plan and is not as timm builds it, see `plan_of`; or `classes` has another length.
         WeightsError: the weights do not belong to the plan, because the model was changed in another way.
     """
-    folder, plan = Path(folder), plan_of(model)
+    folder, plan = Path(folder), create.plan_of(model)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ArtifactError(f"{folder} is not empty", hint="choose a new folder; this one may contain other exports")
     model = model if hasattr(model, "plan") else prepare_model(deepcopy(model))
@@ -68,13 +69,16 @@ def save_model(model: nn.Module, folder: str | Path, classes: Sequence[str] | No
     if classes is not None and len(classes) != count:
         raise InputError(f"{len(classes)} class names, but the model has {count} classes")
     blank = _rebuild(plan, weights)
-    recorded, names = get_model_args(blank), class_names_of(blank)
+    recorded, names = get_model_args(blank), create.class_names_of(blank)
     # What `reset_classifier` changed: the number of classes, the pooling, the place of the norm.
     changed = {name: value for name, value in get_model_args(model).items() if recorded.get(name) != value}
+    own, other = (create.input_config(one).to_dict() for one in (model, blank))
+    if preprocessing := {name: own[name] for name in NAMES if own[name] != other[name]}:
+        changed[create.OVERLAY] = {**(plan.arch_args.get(create.OVERLAY) or {}), **preprocessing}  # type: ignore[dict-item]
     names = () if "num_classes" in changed else names
     if changed or (classes is not None and tuple(classes) != names):
         standard = plan.standard and {**plan.standard, "args": {**plan.standard["args"], **changed}}
-        args = with_class_names({**plan.arch_args, **changed}, classes or names)
+        args = create.with_class_names({**plan.arch_args, **changed}, classes or names)
         plan = replace(plan, arch_args=args, standard=standard)
         blank = _rebuild(plan, weights)
     load_strictly(blank, weights, RunFolder(folder).weights)
@@ -120,9 +124,9 @@ def load_model_files(plan_path: Path, weights_path: Path) -> nn.Module:
 
 def _rebuild(plan: Plan, tensors: Mapping[str, Tensor]) -> nn.Module:
     """The model of `plan`, on the meta device if `tensors` contains all parameters and buffers."""
-    model = apply_plan(create_on_meta(plan.arch, plan.arch_args), plan)
+    model = apply_plan(create.create_on_meta(plan.arch, plan.arch_args), plan)
     if any(buffer.is_meta and name not in tensors for name, buffer in model.named_buffers()):
-        model = apply_plan(create_model(plan.arch, plan.arch_args), plan)
+        model = apply_plan(create.create_model(plan.arch, plan.arch_args), plan)
     return model
 
 
@@ -171,7 +175,7 @@ def standard_model(model: nn.Module, plan: Plan) -> nn.Module:
     not complete.
     """
     arch, args = plan.standard["arch"], plan.standard["args"]
-    standard = create_model(arch, args).to(next(model.parameters()).dtype)
+    standard = create.create_model(arch, args).to(next(model.parameters()).dtype)
     family = family_of(model)
     prefixes = _standard_paths(model, family)
 
