@@ -151,10 +151,8 @@ class Exporter:
     def check_path(self, path: Path) -> None:
         """Raise InputError for a name that runners would open as a file of another format."""
         if path.suffix != self.file_suffix:
-            raise InputError(
-                f"{path} cannot be a file of the format {self.name}, whose names end in {self.file_suffix}",
-                hint=f"--out {path.with_suffix(self.suffix)}, or another --format",
-            )
+            message = f"{path} cannot be a file of the format {self.name}, whose names end in {self.file_suffix}"
+            raise InputError(message, hint=f"--out {path.with_suffix(self.suffix)}, or another --format")
 
     def supported(self, options: ExportOptions) -> frozenset[str]:
         """Names of the options that the format supports in the precision of `options`."""
@@ -167,16 +165,12 @@ class Exporter:
                 value = getattr(options, name)
                 plain = str(value) if isinstance(value, Path) else value
                 text = ", ".join(map(str, value)) if isinstance(value, tuple) else repr(plain)
-                raise InputError(
-                    f"{name} is {text}, but the format {self.name} has no such option in {options.precision}",
-                    hint=f"omit it; {self.name} supports {', '.join(sorted(supported))}",
-                )
+                message = f"{name} is {text}, but the format {self.name} has no such option in {options.precision}"
+                raise InputError(message, hint=f"omit it; {self.name} supports {', '.join(sorted(supported))}")
         low, best, high = options.batch
         if not low <= best <= high:
-            raise InputError(
-                f"the batch range {low}:{best}:{high} is not in ascending order (minimum, optimal, maximum)",
-                hint="for example --batch 1:256:256",
-            )
+            message = f"the batch range {low}:{best}:{high} is not in ascending order (minimum, optimal, maximum)"
+            raise InputError(message, hint="for example --batch 1:256:256")
         self.check_options(options)
 
     def check_model(self, model: nn.Module, options: ExportOptions) -> None:

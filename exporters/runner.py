@@ -165,10 +165,8 @@ class Runner(ABC):
         """Raises InputError for less than 1 or too many threads, or a setting that `runtime` does not have."""
         for setting, (owner, artifacts) in OWNED_SETTINGS.items():
             if owner != runtime and getattr(options, setting) != getattr(RunnerOptions, setting):
-                raise InputError(
-                    f"{setting} is a setting of {owner}, but {name} runs in {runtime}",
-                    hint=f"omit it, or name only {artifacts}",
-                )
+                message = f"{setting} is a setting of {owner}, but {name} runs in {runtime}"
+                raise InputError(message, hint=f"omit it, or name only {artifacts}")
         if options.threads is not None and not 1 <= options.threads <= MOST_THREADS:
             raise InputError(f"threads must be from 1 to {MOST_THREADS}, got {options.threads}")
         self.name, self._options, self._threads = name, options, options.threads

@@ -150,7 +150,5 @@ def _check_options(options: RunnerOptions, device: torch.device, precision: str)
     if precision == "tf32" and (device.type != "cuda" or not hardware.is_ampere(device.index)):
         raise DeviceError(f"the precision is tf32, which {device} does not have", hint="use fp32")
     if options.cuda_graph and device.type != "cuda":
-        raise DeviceError(
-            f"the device is {device}, but CUDA graphs can record CUDA kernels only",
-            hint="omit --cuda-graph, or use --device cuda",
-        )
+        message = f"the device is {device}, but CUDA graphs can record CUDA kernels only"
+        raise DeviceError(message, hint="omit --cuda-graph, or use --device cuda")

@@ -119,10 +119,8 @@ def prepare_quantized(
     InputError without `calibrate`.
     """
     if "calibrate" not in arguments:
-        raise InputError(
-            f"{options.precision} needs images of the training data to calibrate on",
-            hint="export a run folder whose recipe has data, or give images",
-        )
+        message = f"{options.precision} needs images of the training data to calibrate on"
+        raise InputError(message, hint="export a run folder whose recipe has data, or give images")
     islands, ends = expand_layers(model, options.islands), (*classifier_layers(model), family_of(model).stem)
     kept, stored = [*islands, *ends], ends[:-1] if options.uint8 else ends  # another patch embedding takes bytes
     half = ("pos_embed", *(f"{layer}{WEIGHT}" for layer in stored if layer not in islands))
@@ -165,15 +163,11 @@ def check_options(options: ExportOptions) -> None:
     if wrong := [name for name in options.changed() if name in useless]:
         raise InputError(f"{wrong[0]} has no effect in {options.precision}", hint="omit it, or use --precision int8")
     if options.precision == "fp8" and (options.opset or DEFAULT_OPSET) >= ATTENTION_NODE_FROM:
-        raise InputError(
-            f"opset {options.opset} exports attention as one node, whose products have no inputs to quantise",
-            hint=f"use --opset {DEFAULT_OPSET} or omit it",
-        )
+        message = f"opset {options.opset} exports attention as one node, whose products have no inputs to quantise"
+        raise InputError(message, hint=f"use --opset {DEFAULT_OPSET} or omit it")
     if options.islands and options.precision not in (*HALF, *EIGHT_BITS):
-        raise InputError(
-            f"islands name fp32 layers, but the whole model is {options.precision}",
-            hint="omit them, or use --precision fp16, bf16, int8 or fp8",
-        )
+        message = f"islands name fp32 layers, but the whole model is {options.precision}"
+        raise InputError(message, hint="omit them, or use --precision fp16, bf16, int8 or fp8")
 
 
 def _labels(model: nn.Module, options: ExportOptions, about: ModelInfo) -> dict[str, object]:

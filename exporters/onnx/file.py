@@ -69,10 +69,8 @@ def _check_location(path: Path, tensor: Any) -> None:
         return
     folder = path.resolve().parent
     if not place or "\0" in place or Path(place).is_absolute() or not (folder / place).resolve().is_relative_to(folder):
-        raise ArtifactError(
-            f"{path} stores the tensor {tensor.name} in {place!r}, outside its own folder",
-            hint="do not run it; export it again from a source that you trust",
-        )
+        message = f"{path} stores the tensor {tensor.name} in {place!r}, outside its own folder"
+        raise ArtifactError(message, hint="do not run it; export it again from a source that you trust")
     if not (folder / place).is_file():
         raise ArtifactError(f"{path} needs the file {place} beside it, which is missing", hint="copy both files")
 

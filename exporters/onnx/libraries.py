@@ -106,10 +106,8 @@ def prepare_cache(folder: Path) -> Path:
             f"the cache folder {folder} cannot be created: {error.strerror}", hint="choose another --engine-cache"
         ) from None
     if os.name == "posix" and (status.st_uid != os.geteuid() or status.st_mode & WRITABLE_BY_OTHERS):
-        raise OutputError(
-            f"others can write to the cache folder {folder}, whose files are executed",
-            hint=f"chmod go-w {folder}, or choose a folder of your own",
-        )
+        message = f"others can write to the cache folder {folder}, whose files are executed"
+        raise OutputError(message, hint=f"chmod go-w {folder}, or choose a folder of your own")
     return folder.resolve()
 
 

@@ -189,10 +189,8 @@ def attach(provider: Provider, options: Any, settings: ProviderSettings) -> list
 def check_settings(provider: Provider, options: RunnerOptions) -> None:
     """Raise DeviceError or InputError for settings that the provider does not support."""
     if options.cuda_graph and provider.device != "cuda":
-        raise DeviceError(
-            f"{provider.name} has no CUDA kernels, so CUDA graphs are not supported with it",
-            hint="omit --cuda-graph, or use --device cuda",
-        )
+        message = f"{provider.name} has no CUDA kernels, so CUDA graphs are not supported with it"
+        raise DeviceError(message, hint="omit --cuda-graph, or use --device cuda")
     if options.cuda_graph and options.transfers:
         raise InputError(
             "ONNX Runtime replays a CUDA graph on images that stay on the GPU, so it cannot be timed with transfers",
@@ -222,10 +220,8 @@ def resolve_precision(path: Path, stored: Any, requested: str | None, provider: 
         raise DeviceError(f"{path} is in fp8, in which {CPU} cannot multiply", hint="build an engine: --format trt-rtx")
     wide = own in ("fp32", "as stored")
     if wide and requested == "fp32" and provider.tf32 == "always":
-        raise DeviceError(
-            f"{provider.name} always computes fp32 products in TF32",
-            hint="use --precision tf32, or an engine: vitcompress export DIR --format trt",
-        )
+        message = f"{provider.name} always computes fp32 products in TF32"
+        raise DeviceError(message, hint="use --precision tf32, or an engine: vitcompress export DIR --format trt")
     if wide and requested == "tf32" and provider.tf32 != "never":
         return "tf32"
     if own == "fp32" and provider.tf32 == "always":

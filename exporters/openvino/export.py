@@ -124,10 +124,8 @@ def read_contents(path: Path) -> Contents:
     parameters = {f"{stem}_{kind}" for stem in stems.values() for kind in ("scale", "zero_point")}
     for node in model.get_ops():
         if node.get_type_name() in NESTED:
-            raise ArtifactError(
-                f"{path} has the operation {node.get_type_name()}, whose constants cannot be listed",
-                hint="export it with vitcompress",
-            )
+            message = f"{path} has the operation {node.get_type_name()}, whose constants cannot be listed"
+            raise ArtifactError(message, hint="export it with vitcompress")
         if node.get_type_name() == "Constant":
             values, name = node.data, node.get_friendly_name()
             index = node.get_element_type().get_type_name() in INDEX or name in parameters

@@ -156,10 +156,8 @@ class OpenVinoRunner(Runner):
         if self.precision == DEFAULT:
             self.precision = actual
         if actual != self.precision:
-            raise DeviceError(
-                f"the precision is {self.precision}, but OpenVINO computes in {actual} on this processor",
-                hint=f"use --precision {actual}",
-            )
+            message = f"the precision is {self.precision}, but OpenVINO computes in {actual} on this processor"
+            raise DeviceError(message, hint=f"use --precision {actual}")
         return compiled
 
     def __call__(self, images: Tensor) -> Tensor:

@@ -159,8 +159,6 @@ def _choose_gpu(path: Path, options: RunnerOptions, build: dict[str, Any], flavo
         hint = f"export it again on this machine{' with --format trt' if flavour is RTX else ''}"
         if flavour is RTX and here in flavour.supported_targets():
             hint = f"export it with --sm {here}"
-        raise DeviceError(
-            f"{path} was built for compute capability {', '.join(map(str, targets))}, but this GPU has {here}",
-            hint=hint,
-        )
+        message = f"{path} was built for compute capability {', '.join(map(str, targets))}, but this GPU has {here}"
+        raise DeviceError(message, hint=hint)
     return index

@@ -8,12 +8,7 @@ attention (`ShiftedWindowAttention`).
 from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
-from timm.models.swin_transformer import (
-    PatchMerging,
-    SwinTransformer,
-    SwinTransformerBlock,
-    WindowAttention,
-)
+from timm.models.swin_transformer import PatchMerging, SwinTransformer, SwinTransformerBlock, WindowAttention
 from torch import Tensor, nn
 
 from vitcompress.families.attention import SlicedWindowAttention

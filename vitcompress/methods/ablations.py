@@ -51,10 +51,8 @@ def named(options: FixedOptions) -> depth.Blocks:
     """The layers in the options. Raises PlanError if there are none, or one twice."""
     lists: dict[SiteKind, tuple[int, ...]] = {"attention": options.attention, "activation": options.activation}
     if not any(lists.values()) or any(len(set(numbers)) != len(numbers) for numbers in lists.values()):
-        raise PlanError(
-            f"got attention = {list(options.attention)}, activation = {list(options.activation)}",
-            hint="name at least one block, each once per list",
-        )
+        message = f"got attention = {list(options.attention)}, activation = {list(options.activation)}"
+        raise PlanError(message, hint="name at least one block, each once per list")
     dependent = {"attention": "attention_bypass", "activation": "gated_ffn"}
     reject_unused(options, {dependent[kind]: f"{kind} is empty" for kind, numbers in lists.items() if not numbers})
     return lists

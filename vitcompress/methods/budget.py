@@ -54,10 +54,8 @@ def normalize(scores: Tensor) -> Tensor:
     """
     mean = scores.double().mean()
     if not torch.isfinite(mean) or mean <= 0:
-        raise PlanError(
-            f"channels cannot be ranked: their mean score is {float(mean)}",
-            hint="use more images, or check that the model's weights and gradients are finite",
-        )
+        message = f"channels cannot be ranked: their mean score is {float(mean)}"
+        raise PlanError(message, hint="use more images, or check that the model's weights and gradients are finite")
     return scores.double() / mean
 
 

@@ -73,10 +73,8 @@ def spread_layers(
     removable = {kind: max(0, len(present[kind]) - 1) for kind in kinds}
     if (count := options.pruned_layers) > (most := sum(removable.values())):
         counts = " and ".join(f"{len(present[kind])} {kind} layers" for kind in kinds)
-        raise PlanError(
-            f"pruned_layers is {count}, but the model has {counts}; at most {most} can be removed",
-            hint=suggest_range("pruned_layers", 1, most) if most else "prune widths",
-        )
+        message = f"pruned_layers is {count}, but the model has {counts}; at most {most} can be removed"
+        raise PlanError(message, hint=suggest_range("pruned_layers", 1, most) if most else "prune widths")
     taken = dict.fromkeys(kinds, 0)
     for _ in range(count):
         # The last of equal ones: activations come after attentions.

@@ -82,8 +82,6 @@ def gradients(model: nn.Module, context: Context, images: int) -> dict[str, Tens
         for name, p in copy.named_parameters()
     }
     if wrong := [name for name, gradient in slopes.items() if not torch.isfinite(gradient).all()]:
-        raise VitcompressError(
-            f"the gradient of {wrong[0]} is not finite, so channels cannot be ranked by it",
-            hint="check the dense weights, or rank by criterion = 'magnitude'",
-        )
+        message = f"the gradient of {wrong[0]} is not finite, so channels cannot be ranked by it"
+        raise VitcompressError(message, hint="check the dense weights, or rank by criterion = 'magnitude'")
     return slopes

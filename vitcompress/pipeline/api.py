@@ -247,10 +247,8 @@ def export(
     path = Path(path)
     formats = [format] if format else [name for name, e in EXPORTERS.items() if e.file_suffix == path.suffix]
     if len(formats) != 1:
-        raise InputError(
-            f"the suffix of {path.name} {'fits ' + ' and '.join(formats) if formats else 'is of no format'}",
-            hint=f"pass format, one of {', '.join(EXPORTERS)}",
-        )
+        message = f"the suffix of {path.name} {'fits ' + ' and '.join(formats) if formats else 'is of no format'}"
+        raise InputError(message, hint=f"pass format, one of {', '.join(EXPORTERS)}")
     exporter = available_exporter(formats[0], hint="`vitcompress doctor` shows what is missing")
     settings = options_of(ExportOptions, options, f"format {exporter.name}")
     exporter.check(settings)

@@ -249,10 +249,8 @@ def check_teacher(job: Job, *, download: bool = True) -> None:
     if job.options.structure_only or finetune.distillation == "none":
         return
     if job.steps[-1].method.dilute is not None and finetune.distillation in FEATURES:
-        raise InputError(
-            f"distillation = {finetune.distillation!r} does not work while layers fade out",
-            hint="use distillation = 'soft' or 'hard'",
-        )
+        message = f"distillation = {finetune.distillation!r} does not work while layers fade out"
+        raise InputError(message, hint="use distillation = 'soft' or 'hard'")
     if not download and is_downloaded(job):
         check_arguments(str(finetune.teacher), {})
         return _check_classes(job, hub_classes(str(finetune.teacher)))

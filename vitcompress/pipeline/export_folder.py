@@ -81,10 +81,8 @@ def _source(folder: Path, dense: bool) -> RunFolder:
     """The folder of the model to export. Raises ArtifactError if that of the dense model is missing."""
     files = RunFolder(dense_folder_of_run(folder) or RunFolder(folder).dense if dense else folder)
     if dense and not files.plan.is_file():
-        raise ArtifactError(
-            f"the dense model of {folder} is missing: there is no {files.plan}",
-            hint=f"copy {files.path} from the machine of the run, or omit --dense",
-        )
+        message = f"the dense model of {folder} is missing: there is no {files.plan}"
+        raise ArtifactError(message, hint=f"copy {files.path} from the machine of the run, or omit --dense")
     if (run := RunFolder(folder)).recipe.is_file() and not run.report.is_file():
         raise ArtifactError(f"the run in {folder} is not finished", hint="repeat its command, which continues it")
     return files

@@ -63,10 +63,8 @@ def _check_content(files: RunFolder, expected: str, fresh: bool) -> None:
     if fresh and not text.startswith(HEADER):
         raise OutputError(f"{files.recipe} was not written by a run, so nothing here is replaced", hint=ELSEWHERE)
     if not fresh and text != expected and _rewrite(text) != expected:
-        raise OutputError(
-            f"{folder} contains a run of another recipe ({difference(text, expected)})",
-            hint=f"{ELSEWHERE}, or --fresh to start over in this one",
-        )
+        message = f"{folder} contains a run of another recipe ({difference(text, expected)})"
+        raise OutputError(message, hint=f"{ELSEWHERE}, or --fresh to start over in this one")
 
 
 def _rewrite(text: str) -> str:

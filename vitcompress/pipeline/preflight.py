@@ -105,10 +105,8 @@ def check_training(job: Job) -> None:
         if options is not None:
             check_options(options, job.data.train, job.data.heldout, job.runtime)
     if not job.data.heldout and any(step.info.uses_heldout for step in job.steps):
-        raise InputError(
-            "data.heldout is 0, but the layers are chosen by accuracy on held-out images",
-            hint="set data.heldout to 0.01 or more",
-        )
+        message = "data.heldout is 0, but the layers are chosen by accuracy on held-out images"
+        raise InputError(message, hint="set data.heldout to 0.01 or more")
     if job.steps[-1].method.dilute and finetune.select == "best":
         raise InputError(
             f"finetune.select is 'best', but {job.steps[-1].method.name} fades the layers out during the fine-tuning: "

@@ -122,10 +122,8 @@ def spread_steps(model: nn.Module, family: Family, options: AllocationOptions | 
         most, rounds = max(map(max, splits)), options.collection.rounds
         # With `all`, step 2 takes the layers from elsewhere than the orders of the single-type chains.
         if rounds is not None and rounds < most and getattr(options, "candidates", "collected") == "collected":
-            raise PlanError(
-                f"collection.rounds is {rounds}, but a split may remove {most} layers of one type",
-                hint=f"set collection.rounds to {most} or more, or leave it out",
-            )
+            message = f"collection.rounds is {rounds}, but a split may remove {most} layers of one type"
+            raise PlanError(message, hint=f"set collection.rounds to {most} or more, or leave it out")
     if isinstance(options, DirectOptions) and options.search.schedule == "constant":
         reject_unused(options.search, {"min_lr": "search.schedule is 'constant'"})
     return depth.spread_layers(model, family, options)

@@ -75,10 +75,8 @@ def project(spaces: Sequence[Space], scores: Scores, ties: Scores, sparsity: flo
         return _project_ragged(spaces, scores, ties, sparsity, is_global=options.threshold == "global")
     for space in spaces:
         if options.round_to > (width := space.size // space.heads):
-            raise PlanError(
-                f"round_to is {options.round_to}, but {space.name} has only {width} channels per head",
-                hint=f"set round_to to {width} or less",
-            )
+            message = f"round_to is {options.round_to}, but {space.name} has only {width} channels per head"
+            raise PlanError(message, hint=f"set round_to to {width} or less")
     ladders = [_ladder(group, scores, ties, options) for group in _groups(spaces, options.layout)]
     together = [ladders] if options.threshold == "global" else [[ladder] for ladder in ladders]
     live: Live = {}

@@ -54,10 +54,8 @@ def structure(model: nn.Module, family: Family, base: Plan, options: Options) ->
     Raises PlanError for more than the layout can lose, no epoch with masks, or an option without effect.
     """
     if options.warmup_epochs >= options.epochs:
-        raise PlanError(
-            f"warmup_epochs is {options.warmup_epochs} of {options.epochs} epochs, so nothing would be explored",
-            hint="raise epochs or lower warmup_epochs",
-        )
+        message = f"warmup_epochs is {options.warmup_epochs} of {options.epochs} epochs, so nothing would be explored"
+        raise PlanError(message, hint="raise epochs or lower warmup_epochs")
     check_target(options)
     gradients = options.criterion.startswith("gradient")
     unused = not gradients and f"criterion is {options.criterion!r}, which uses no gradients"

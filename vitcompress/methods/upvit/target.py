@@ -122,10 +122,8 @@ def standard_blocks(model: nn.Module, family: Family) -> dict[str, list[Block]]:
             parts[stage_of(site.block)].append(site)
     for stage, sites in parts.items():
         if [site.kind for site in sites] != ["attention", "ffn"] * (len(sites) // 2):
-            raise PlanError(
-                f"the attentions and FFNs in {stage} do not alternate, so they form no standard blocks",
-                hint="prune blocks before a step that removes attentions or FFNs alone",
-            )
+            message = f"the attentions and FFNs in {stage} do not alternate, so they form no standard blocks"
+            raise PlanError(message, hint="prune blocks before a step that removes attentions or FFNs alone")
     return {stage: list(map(Block, sites[::2], sites[1::2])) for stage, sites in parts.items()}
 
 
@@ -149,10 +147,8 @@ def find_target(model: nn.Module, family: Family, base: Plan, options: Options) 
         here = replace(here, depths={stage: len(blocks) for stage, blocks in stages.items()})
     places = {space: _place(space, family.blocks(model)) for space in spaces}
     if problems := _problems(places, here, there):
-        raise PlanError(
-            f"the target {arch} is not a smaller version of the model: {'; '.join(dict.fromkeys(problems))}",
-            hint="name a smaller model of the same kind, or set smaller sizes in target_args",
-        )
+        message = f"the target {arch} is not a smaller version of the model: {'; '.join(dict.fromkeys(problems))}"
+        raise PlanError(message, hint="name a smaller model of the same kind, or set smaller sizes in target_args")
     own = components(spaces)
     sizes = {component.name: there.sizes[places[component.spaces[0]]] for component in own}
     target = Target(arch, arch_args, stages, there.depths, sizes, options.heads)
@@ -167,16 +163,12 @@ def _check_attention(component: Component, target: Target) -> None:
     """Raise PlanError if the new heads cannot be formed from the old ones."""
     qk, v = (next(space.size for space in component.spaces if space.kind == kind) for kind in ("qk", "v"))
     if qk != v:
-        raise PlanError(
-            f"{component.name} has {qk} channels in q and k, {v} in v; UP-ViT prunes them together",
-            hint="use upvit before a step that prunes them separately",
-        )
+        message = f"{component.name} has {qk} channels in q and k, {v} in v; UP-ViT prunes them together"
+        raise PlanError(message, hint="use upvit before a step that prunes them separately")
     (width, new_heads), heads = target.sizes[component.name], component.spaces[0].heads
     if heads % new_heads:
-        raise PlanError(
-            f"{heads} heads cannot become {new_heads}: each new head consists of the same number of old ones",
-            hint=f"choose a number of heads that divides {heads}",
-        )
+        message = f"{heads} heads cannot become {new_heads}: each new head consists of the same number of old ones"
+        raise PlanError(message, hint=f"choose a number of heads that divides {heads}")
     parts = heads if target.strategy == "each" else new_heads
     if width % parts or qk % parts:
         raise PlanError(
