@@ -23,6 +23,7 @@ from contracts import (
 )
 from layer_plans import depth_plan
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from vitcompress.families import family_of
 from vitcompress.families.attention import SlicedPool
@@ -38,6 +39,19 @@ def test_the_identity_plan_gives_timms_model_bit_for_bit(variant: str) -> None:
     assert [type(m) for m in same.modules()] == [type(m) for m in model.modules()]
     assert torch.equal(logits(same, x), logits(model, x))
     assert all(torch.equal(same.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@every_variant
+def test_weights_can_be_replaced_in_a_call(variant: str) -> None:
+    """As tensors that are no parameters: the agreement check rounds the weights of pruned models in this way."""
+    model, x = build(variant), images(variant)
+    removed = {site.name: "drop" for site in sites_of(model, "attention")[:1]}
+    pruned = apply_to_copy(model, replace(contract(variant).plan, removed=removed))
+    doubled = {name: 2 * value.detach() for name, value in pruned.named_parameters()}
+    replaced = functional_call(pruned, doubled, (x,)).detach()
+    assert_moved(replaced, logits(pruned, x))
+    pruned.load_state_dict({**pruned.state_dict(), **doubled})
+    assert torch.equal(logits(pruned, x), replaced)
 
 
 # -------------------------------------------------------------------------------------------------------------- slicing

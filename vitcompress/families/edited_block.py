@@ -90,7 +90,7 @@ class EditedBlock(nn.Module):
             y = x
             for name in branch:
                 part = getattr(self, name)
-                if isinstance(part, nn.Parameter):
+                if isinstance(part, Tensor):  # not a Parameter in torch.func.functional_call
                     y = y * part
                 elif part is not None:
                     y = part(y, *args, **kwargs) if name in self.takes_arguments else part(y)
