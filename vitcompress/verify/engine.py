@@ -40,7 +40,7 @@ def engine_checks(path: Path, original: PlannedOriginal) -> Iterator[Check]:
     folded = [row for row in original.rows if row.change == "folded" and len(row.planned or ()) == 2]
     if folded and original.unfolded is not None and original.unfolded.is_file():
         yield _folded_check(path, original.model, folded, load_tensors(original.unfolded), str(sidecar["precision"]))
-    if not original.plan.kept:
+    if original.plan.removed and not original.plan.kept:
         yield from _size_checks(path, sidecar)
 
 
