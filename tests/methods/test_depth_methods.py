@@ -129,6 +129,16 @@ def test_too_few_rounds_for_a_split() -> None:
     hetdpt.HETDPT.structure(vit, family_of(vit), base, every)
 
 
+def test_too_few_rounds_for_the_predictor() -> None:
+    """The dense model and one round of each type: found before they are trained."""
+    vit, method = model(3), METHODS["hetdpt_no_step2"]
+    base = context(Path(), vit).plan
+    options = AllocationOptions(pruned_layers=1, min_pruned_per_type=0, collection=CollectionOptions(interleaved=0))
+    with pytest.raises(PlanError, match="measures 3 models, and the accuracy predictor needs 4"):
+        method.structure(vit, family_of(vit), base, options)
+    method.structure(vit, family_of(vit), base, replace(options, collection=CollectionOptions(interleaved=2)))
+
+
 @pytest.mark.parametrize(
     ("budget", "options", "rounds"),
     [(10, {}, 15), (3, {}, 11), (3, {"interleaved": 0}, 6), (9, {"rounds": 2, "interleaved": 3}, 6)],

@@ -89,9 +89,9 @@ def test_options_without_effect_are_rejected(
     ((name, value),) = option.items()
     structure(method, **{**BASE[method], **used, **option})
     structure(method, **{**base, **unused})
-    with pytest.raises(PlanError, match=rf"^{name} = .* has no effect: ") as caught:
+    with pytest.raises(PlanError, match=rf"^{name}( = .*)? has no effect: ") as caught:
         structure(method, **{**base, **unused, **option})
-    assert caught.value.hint and repr(value) in str(caught.value)
+    assert caught.value.hint and (name == "align" or repr(value) in str(caught.value))
 
 
 @pytest.mark.parametrize("method", BASE)

@@ -5,7 +5,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,8 @@ def reject_unused(options: Any, unused: Mapping[str, str | bool]) -> None:
     for option in fields(options):
         default = option.default if option.default_factory is MISSING else option.default_factory()
         if unused.get(option.name) and (value := getattr(options, option.name)) != default:
-            problems.append(f"{option.name} = {value!r} has no effect: {unused[option.name]}")
+            shown = "" if is_dataclass(value) else f" = {value!r}"
+            problems.append(f"{option.name}{shown} has no effect: {unused[option.name]}")
     if problems:
         raise PlanError("; ".join(problems), hint="remove the option, or change the options that it depends on")
 

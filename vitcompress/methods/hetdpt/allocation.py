@@ -23,6 +23,7 @@ from vitcompress.io.text import suggest_range
 from vitcompress.methods.options import TieBreak
 
 DEGREES = (1, 2, 3, 4)
+FEWEST_ROWS = 4  # for cross-validation
 TIE_SHARE = 0.1
 Array = NDArray[np.float64]
 
@@ -140,8 +141,8 @@ def allocate_budget(
     which take more multiplications with them (7 D^2 against 4 D^2 + 2 N D per token and ratio 4). Raises PlanError
     for fewer than 4 rows.
     """
-    if len(rows) < 4:
-        raise PlanError(f"the accuracy predictor needs at least 4 measured rows, got {len(rows)}")
+    if len(rows) < FEWEST_ROWS:
+        raise PlanError(f"the accuracy predictor needs at least {FEWEST_ROWS} measured rows, got {len(rows)}")
     degrees = tuple(validate(rows, degree) for degree in DEGREES)
     # The lowest RMSE among the degrees with full rank in every fold; the first degree if there is none.
     validation = min((v for v in degrees if v.full_rank), key=lambda v: v.rmse, default=degrees[0])

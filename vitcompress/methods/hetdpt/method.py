@@ -26,7 +26,7 @@ from vitcompress.methods import depth
 from vitcompress.methods.base import PUBLISHED, TRAINED, Context, Estimate, StepInfo, reject_unused
 from vitcompress.methods.depth import KINDS, Blocks
 from vitcompress.methods.hetdpt import collection, search
-from vitcompress.methods.hetdpt.allocation import Allocation, allocate_budget, feasible_splits
+from vitcompress.methods.hetdpt.allocation import FEWEST_ROWS, Allocation, allocate_budget, feasible_splits
 from vitcompress.methods.hetdpt.collection import Record
 from vitcompress.methods.options import AllocationOptions, DirectOptions, Indices
 from vitcompress.methods.options import HetdptOptions as Options
@@ -124,6 +124,9 @@ def spread_steps(model: nn.Module, family: Family, options: AllocationOptions | 
         if rounds is not None and rounds < most and getattr(options, "candidates", "collected") == "collected":
             message = f"collection.rounds is {rounds}, but a split may remove {most} layers of one type"
             raise PlanError(message, hint=f"set collection.rounds to {most} or more, or leave it out")
+        if (rows := 1 + collection.estimate(model, family, options)[-1].rounds) < FEWEST_ROWS:
+            message = f"the collection measures {rows} models, and the accuracy predictor needs {FEWEST_ROWS}"
+            raise PlanError(message, hint="raise collection.interleaved or collection.rounds")
     if isinstance(options, DirectOptions) and options.search.schedule == "constant":
         reject_unused(options.search, {"min_lr": "search.schedule is 'constant'"})
     return depth.spread_layers(model, family, options)
