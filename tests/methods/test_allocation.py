@@ -199,7 +199,7 @@ def test_splits_keep_one_layer_of_each_type():
         ((3, 3), 1, 1, "choose pruned_layers from 2 to 4"),
         ((2, 2), 3, 1, "choose pruned_layers = 2"),
         ((2, 2), 3, 0, "choose pruned_layers from 1 to 2"),
-        ((2, 6), 4, 2, "set min_pruned_per_type to 1 or less"),
+        ((2, 6), 4, 2, "choose min_pruned_per_type from 0 to 1"),
         ((1, 1), 1, 0, "prune widths"),
         ((0, 6), 2, 0, "prune widths"),
     ],

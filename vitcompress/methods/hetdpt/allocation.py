@@ -116,7 +116,7 @@ def feasible_splits(layers: tuple[int, int], budget: int, min_pruned_per_type: i
         if fewest < 1 or most < 1:
             hint = "prune widths: with one layer of each type to stay, none may go"
         elif fewest <= least:
-            hint = f"set min_pruned_per_type to {fewest - 1} or less"
+            hint = suggest_range("min_pruned_per_type", 0, fewest - 1)
         raise PlanError(
             f"no split of {budget} pruned layers over {attentions} attentions and {activations} activations "
             f"prunes at least {least} and keeps at least 1 of each type",
