@@ -36,7 +36,8 @@ AVAILABLE = platform.machine() == "x86_64" and all(shutil.which(tool) for tool i
 def run(arguments: Sequence[str], **options: Any) -> int:
     """The exit code of `python ARGUMENTS`. options: of `subprocess.run`."""
     silent = ("set auto-load no", "set logging file /dev/null", "set logging redirect on", "set logging enabled on")
-    settings = [word for line in silent for word in ("-iex", line)]
+    quick = ("set auto-solib-add off",)  # symbols of libraries are unused; those of torch take 10 s to read
+    settings = [word for line in (*silent, *quick) for word in ("-iex", line)]
     command = ["gdb", "-q", "-batch", *settings, "-x", __file__, "-ex", "quit $_exitcode", "--args"]
     return subprocess.run([*command, sys.executable, __file__, "inside", *arguments], **options, check=False).returncode
 
