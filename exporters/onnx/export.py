@@ -4,9 +4,11 @@ Up to opset 22 attention is decomposed, in patterns that runtimes fuse; from 23 
 """
 
 import json
+import logging
 from ast import literal_eval
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
@@ -195,7 +197,7 @@ def _trace(model: nn.Module, example: Tensor, opset: int) -> Any:
     table = {} if opset >= ATTENTION_NODE_FROM else {attention: _attention}
     try:
         # With gradients, a mask that is computed from parameters changes the layout of the outputs.
-        with _TRACING, without_gradients(model):
+        with _TRACING, without_gradients(model), _hidden_warnings("onnxscript"):
             return torch.onnx.export(
                 model,
                 (example,),
@@ -217,6 +219,18 @@ def _trace(model: nn.Module, example: Tensor, opset: int) -> Any:
         raise VitcompressError(
             f"torch could not export the model to ONNX: {why}", hint="--debug shows the full error"
         ) from error
+
+
+@contextmanager
+def _hidden_warnings(library: str) -> Iterator[None]:
+    """Hide what a library logs below errors: onnxscript warns of every node that its optimiser leaves as it is."""
+    logger = logging.getLogger(library)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _attention(

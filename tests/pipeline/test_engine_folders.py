@@ -10,6 +10,7 @@ import pytest
 import whole_runs
 from click.testing import CliRunner
 
+import vitcompress as vc
 from vitcompress import surgery
 from vitcompress.cli import main
 from vitcompress.errors import InputError
@@ -177,6 +178,18 @@ def test_a_folded_layer_is_in_the_engine_and_the_pair_is_not(
     weights, size = after["weights.model.rtx.engine"], after["weights.model.rtx.engine.bytes"]
     assert weights.verdict == "failed" and "mlp.fc1.weight was folded, but is in the engine" in weights.detail
     assert size.verdict == "failed" and size.value == (size.tolerance or 0) + 1
+
+
+@pytest.mark.parametrize("removed", [{}, {"blocks.1.attn": "drop"}])
+def test_sizes_of_engines_are_compared_only_if_layers_were_removed(removed: dict[str, str], tmp_path: Path) -> None:
+    """Engines of equal layers with other weights may differ by some bytes."""
+    args = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 2, "num_heads": 2}
+    plan, run = Plan("vit_tiny_patch16_224", {**args, "num_classes": 3}, removed=removed), tmp_path / "run"
+    write_model(run, surgery.apply_to_copy(create_model(plan.arch, plan.arch_args), plan), plan)
+    for name, network in (("model", vc.load_model(run)), ("dense", create_model(plan.arch, plan.arch_args))):
+        vc.export(network, run / f"{name}.rtx.engine", format="trt-rtx", batch=(1, 2, 4))
+    names = {check.name for check in verify_folder(run, adopt=True).checks}
+    assert ("weights.model.rtx.engine.bytes" in names) == bool(removed)
 
 
 @pytest.mark.skipif(TENSORRT_RTX.cannot_run() is None, reason="about machines that cannot run the engine")
