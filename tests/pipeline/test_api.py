@@ -22,6 +22,7 @@ from torch import Tensor, distributed, nn
 
 import vitcompress as vc
 from vitcompress.errors import DataError, InputError, PlanError, VitcompressError
+from vitcompress.io.hardware import instruction_sets
 from vitcompress.io.progress import Progress
 from vitcompress.methods.base import Measured
 from vitcompress.methods.table import METHODS
@@ -472,7 +473,10 @@ def test_int8_that_changes_less_than_rounding_is_not_taken_for_saturation(
     vc.export(network, file, format="trt-rtx", precision="int8", batch=(1, 4, 8), data=data)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     checks = {check.name.rpartition(".")[2]: check for check in vc.verify(tmp_path / "out").checks}
-    assert checks["saturation"].verdict == "passed" and (checks["saturation"].tolerance or 0) > 0.5
+    assert (checks["saturation"].tolerance or 0) > 0.5
+    sets = instruction_sets() or {}
+    if sets.get("VNNI", True):  # without it, 8 bits may indeed saturate
+        assert checks["saturation"].verdict == "passed"
 
 
 def test_int8_in_a_deep_model_is_not_taken_for_wrong_arithmetic(tmp_path: Path) -> None:
