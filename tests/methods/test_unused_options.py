@@ -89,9 +89,10 @@ def test_options_without_effect_are_rejected(
     ((name, value),) = option.items()
     structure(method, **{**BASE[method], **used, **option})
     structure(method, **{**base, **unused})
-    with pytest.raises(PlanError, match=rf"^{name}( = .*)? has no effect: ") as caught:
+    shown = "" if name == "align" else f" = {value!r}"  # a table is shown without its values
+    with pytest.raises(PlanError) as caught:
         structure(method, **{**base, **unused, **option})
-    assert caught.value.hint and (name == "align" or repr(value) in str(caught.value))
+    assert caught.value.hint and str(caught.value).startswith(f"{name}{shown} has no effect: ")
 
 
 @pytest.mark.parametrize("method", BASE)
