@@ -22,7 +22,6 @@ from torch import Tensor, distributed, nn
 
 import vitcompress as vc
 from vitcompress.errors import DataError, InputError, PlanError, VitcompressError
-from vitcompress.io.hardware import instruction_sets
 from vitcompress.io.progress import Progress
 from vitcompress.methods.base import Measured
 from vitcompress.methods.table import METHODS
@@ -461,22 +460,11 @@ def test_a_model_without_a_classifier_is_exported_without_class_names(tmp_path: 
     assert vc.verify(tmp_path / "out").passed
 
 
-def test_int8_that_changes_less_than_rounding_is_not_taken_for_saturation(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """With LayerScales of 1e-5 the blocks hardly count. Libraries log no warnings of the export."""
-    pytest.importorskip("tensorrt_rtx", reason="no such library for this platform")
-    network = vc.create_model("vit_small_patch16_dinov3", num_classes=10, **{**ARGS, "embed_dim": 32, "depth": 4})
-    images = torch.randn(16, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-    vc.save_model(network, tmp_path / "out")
-    file, data = tmp_path / "out" / "model.rtx.engine", [(images, torch.arange(16) % 4)]
-    vc.export(network, file, format="trt-rtx", precision="int8", batch=(1, 4, 8), data=data)
+def test_an_export_logs_no_warnings_of_libraries(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """onnxscript warns of every Split of this model."""
+    vc.export(vc.create_model("vit_small_patch16_dinov3", num_classes=3, **ARGS), tmp_path / "model.onnx")
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-    checks = {check.name.rpartition(".")[2]: check for check in vc.verify(tmp_path / "out").checks}
-    assert (checks["saturation"].tolerance or 0) > 0.5
-    sets = instruction_sets() or {}
-    if sets.get("VNNI", True):  # without it, 8 bits may indeed saturate
-        assert checks["saturation"].verdict == "passed"
+    assert logging.getLogger("onnxscript").level == logging.NOTSET
 
 
 def test_int8_in_a_deep_model_is_not_taken_for_wrong_arithmetic(tmp_path: Path) -> None:

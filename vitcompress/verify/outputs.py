@@ -6,8 +6,8 @@ One number d for each precision, its share, limits how much the logits may chang
 
 - error: the largest difference of a logit, divided by the largest logit, is at most d. In fp32 on the CPU it is at most
   what rounding explains (`tolerance.reference`), which is far less;
-- cosine: 1 - cos of the logits is at most d^2 / 2, the effect of a relative error of d in the logits, or what rounding
-  explains, if that is more, as on images whose logits are all small;
+- cosine: 1 - cos of the logits is at most d^2 / 2, the effect of a relative error of d in the logits, or in eight bits
+  what rounding explains, if that is more, as on images whose logits are all small;
 - kl: KL(model || file) of every image is at most 2 d^2 nats, so that no probability changes by more than d (Pinsker's
   inequality: total variation <= sqrt(KL / 2)); or what rounding explains on the nearest ties, if that is more, as for
   logits so large that their roundings are not small beside 1 (`tolerance.rounding_limit`);
@@ -24,8 +24,8 @@ one and 0.9 %): d is 24 %. The error is at most what the steps of the file expla
 saturation: an ONNX file in int8 is also computed with exact integer products. Processors without VNNI may add them in
 16 bits; served and exact logits must not differ by more than half of what int8 itself changes. emulation: nor may exact
 logits (of OpenVINO, which has none, the served ones) and those of the model in torch with the same roundings, in the
-root mean square. Sums are rounded differently there, so that some values round to the next step, and in a deep model
-many: both may differ by twice what a change of the images by some roundings of fp32 makes in torch, too.
+root mean square. Sums in torch are rounded differently, so that some values round to the next step, and in a deep model
+many: a difference of twice what a change of the images by some roundings of fp32 makes in torch is allowed, too.
 """
 
 import math
@@ -294,6 +294,16 @@ def _arithmetic_checks(
         exact = torch.cat([call(images[part])[0].double() for part, _ in calls])
     changes = exact - original.exact(images)[rows]
 
+    def ratio(difference: Tensor, norm: float) -> float:
+        return float(difference.norm(p=norm) / (changes.norm(p=norm) or 1.0))
+
+    def check(kind: str, value: float, limit: float, what: str) -> Check:
+        detail = f"{what} / |{name} - model| of the logits" + (REMEDY if settings.weight_bits == 8 else "")
+        return limit_check(f"{PREFIX}{path.name}.{kind}", value, limit, detail)
+
+    if path.suffix == ".onnx":
+        value = ratio(served.double() - exact, math.inf)
+        yield check("saturation", value, MOST_SATURATION, f"largest |served - {name}|")
     model = rescale(original.model, settings.factors)
     stored = stored_tensors(model, settings)
     signs = torch.randint(2, images.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
@@ -304,17 +314,8 @@ def _arithmetic_checks(
 
     with EightBitProducts(model, settings):
         emulated, moved = emulate(images), emulate(images * (1 + ROUNDINGS * signs))
-
-    def check(kind: str, difference: Tensor, norm: float, what: str) -> Check:
-        value, noise = (
-            float(part.norm(p=norm) / (changes.norm(p=norm) or 1.0)) for part in (difference, moved - emulated)
-        )
-        detail = f"{what} / |{name} - model| of the logits" + (REMEDY if settings.weight_bits == 8 else "")
-        return limit_check(f"{PREFIX}{path.name}.{kind}", value, max(MOST_SATURATION, 2 * noise), detail)
-
-    if path.suffix == ".onnx":
-        yield check("saturation", served.double() - exact, math.inf, f"largest |served - {name}|")
-    yield check("emulation", emulated - exact, 2, f"root mean square |emulated - {name}|")
+    limit = max(MOST_SATURATION, 2 * ratio(moved - emulated, 2))
+    yield check("emulation", ratio(emulated - exact, 2), limit, f"root mean square |emulated - {name}|")
 
 
 def _quantization(path: Path) -> Quantization | None:
@@ -344,7 +345,8 @@ def _call_checks(
     share = math.hypot(*(SHARES[kind if isinstance(kind, str) else kind.precision] for kind in kinds))
     near = max(evaluations, 1) ** 0.5 * math.hypot(*(one.logit for one in roundings)) / largest_logit(exact)
     error, kl = min(share, near) if evaluations else share, max(evaluations, 1) * sum(one.kl for one in roundings)
-    angle = sum(one.angle for one in roundings)
+    eight_bits = any(isinstance(kind, Quantization) for kind in kinds)
+    angle = sum(one.angle for one in roundings) if eight_bits else 0.0
     return comparison_checks(compare(exact[rows], logits, near, rows), (share, error, kl, angle), name, source)
 
 
