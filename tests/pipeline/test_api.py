@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 from torch import Tensor, distributed, nn
@@ -281,6 +282,16 @@ def test_a_folder_belongs_to_one_training(tmp_path: Path) -> None:
     for same in (model(), network):  # the model before and after the training
         assert vc.finetune(same, batches(), epochs=1, folder=tmp_path) == trained
         assert all(torch.equal(value, network.state_dict()[name]) for name, value in same.state_dict().items())
+
+
+def test_a_model_with_a_head_of_the_user_is_trained(tmp_path: Path) -> None:
+    """It has no plan that vitcompress knows."""
+    network = timm.create_model("vit_tiny_patch16_224", num_classes=4, **ARGS)
+    network.head = nn.Sequential(nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 4))
+    before = network.head[0].weight.detach().clone()
+    trained = vc.finetune(network, batches(), epochs=1, folder=tmp_path)
+    assert not torch.equal(network.head[0].weight, before)
+    assert vc.finetune(network, batches(), epochs=1, folder=tmp_path) == trained
 
 
 def test_a_stopped_training_continues_with_the_same_model(tmp_path: Path) -> None:

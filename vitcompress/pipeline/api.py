@@ -180,11 +180,12 @@ def finetune(  # noqa: PLR0913 (each argument is public and has a default)
         at = TrainingContext(create.input_config(model), runtime, state, "finetune", seed, progress or Progress())
         heldout = None if val_data is None else open_source(val_data, runtime, model)
         source = open_source(train_data, runtime, model)
-        record, new = state / "model.json", {"plan": create.plan_of(model).digest, "weights": [_weights(model)]}
+        structure = tensors_digest((), str(getattr(model, "plan", model)))
+        record, new = state / "model.json", {"structure": structure, "weights": [_weights(model)]}
         kept = read_json(record) if record.is_file() else new
         # A stopped training has changed the weights of `model`, so only those of a finished one are compared.
         finished = len(kept["weights"]) > 1
-        if kept["plan"] != new["plan"] or (finished and new["weights"][0] not in kept["weights"]):
+        if kept["structure"] != structure or (finished and new["weights"][0] not in kept["weights"]):
             raise InputError(f"{folder} contains a training of another model", hint="use another folder")
         write_json(record, kept)
         result = train(model, source, heldout, settings, at, TrainingControls(teacher=teacher))
