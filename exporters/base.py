@@ -52,11 +52,15 @@ class Exported:
         return {**asdict(self), "path": self.path.name}
 
 
+Traces = dict[Any, Any]
+
+
 class ModelInfo(TypedDict, total=False):
     """What a module does not know: preprocessing, class names (default: numbers) and hash of the plan.
 
     calibrate(path): the ranges of a model in eight bits (`quantize.graph.Quantization`), from its ONNX file in fp32.
     factors: of `quantize.smooth`; the file in fp32 has them already.
+    traces: filled by exports, so that further files of the same model need no trace of torch.
     """
 
     input: Required[InputConfig]
@@ -64,6 +68,7 @@ class ModelInfo(TypedDict, total=False):
     plan_digest: str
     calibrate: Callable[[Path], Mapping[str, float]]
     factors: Mapping[str, Sequence[int]]
+    traces: Traces
 
 
 @dataclass(frozen=True)

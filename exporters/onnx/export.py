@@ -98,15 +98,10 @@ def export(
         why = OPSETS[opset]
     elif options.precision == "bf16":
         opset, why = BF16_FROM, f"the first with a convolution in bf16; {why}"
-    channels, height, width = about["input"].size
-    module = build_deployed(model, about["input"], options.precision, options.islands, uint8=options.uint8)
-    example = torch.zeros(TRACED_BATCH, channels, height, width)
-    if options.uint8:
-        example = torch.zeros(TRACED_BATCH, height, width, channels, dtype=torch.uint8)
-    program = _trace(module, example, opset)
+    program = _trace(model, options, opset, about)
     labels = {**_labels(model, options, about), "opset_reason": why}
     metadata = {key: json.dumps(value) for key, value in labels.items()}
-    _tidy(program.model, module, metadata, lean)
+    _tidy(program.model, metadata, lean)
     files = _write_checked(path, partial(program.save, external_data=external_data))
     fields: dict[str, Any] = {"precision": options.precision, "opset": opset, "opset_reason": why, "metadata": metadata}
     return record_export(path, files, format="onnx", **fields)
@@ -129,6 +124,8 @@ def prepare_quantized(
     half = half if options.precision == "int8" and form != "float_bias" else ()
     bits, factors = options.weight_bits or (8 if form == "float_bias" else 7), arguments.get("factors", {})
     arguments["options"], rescaled = options.only({"opset", "uint8"}), rescale(model, factors)
+    if factors:  # the traces are those of the model as it is
+        arguments["traces"] = arguments.get("traces", {}).setdefault("rescaled", {})
     plain = source = export(rescaled, path, **arguments)
     if not arguments.get("lean", True):  # ranges are those of the tokens that are read, in every form
         source = export(rescaled, path.with_name("lean.onnx"), **{**arguments, "lean": True})
@@ -191,8 +188,22 @@ def _labels(model: nn.Module, options: ExportOptions, about: ModelInfo) -> dict[
     }
 
 
-def _trace(model: nn.Module, example: Tensor, opset: int) -> Any:
-    """torch's ONNX program of `model`, with a dynamic batch."""
+def _trace(model: nn.Module, options: ExportOptions, opset: int, about: ModelInfo) -> Any:
+    """torch's ONNX program of the deployed `model`, with a dynamic batch. In fp32 it is kept in `about["traces"]`."""
+    kept, key = about.get("traces", {}) if options.precision == "fp32" else {}, (opset, options.uint8)
+    if key not in kept:
+        channels, height, width = about["input"].size
+        module = build_deployed(model, about["input"], options.precision, options.islands, uint8=options.uint8)
+        example = torch.zeros(TRACED_BATCH, channels, height, width)
+        if options.uint8:
+            example = torch.zeros(TRACED_BATCH, height, width, channels, dtype=torch.uint8)
+        kept[key] = _run_exporter(module, example, opset)
+        _remove_empty_pads(kept[key].model.graph)
+        _name_products(kept[key].model.graph, tensors_of(module))
+    return torch.onnx.ONNXProgram(kept[key].model.clone(), kept[key].exported_program)
+
+
+def _run_exporter(model: nn.Module, example: Tensor, opset: int) -> Any:
     attention: Any = torch.ops.aten.scaled_dot_product_attention.default
     table = {} if opset >= ATTENTION_NODE_FROM else {attention: _attention}
     try:
@@ -268,10 +279,8 @@ def _attention(
     return opset20.MatMul(opset20.Softmax(scores, axis=-1), value)
 
 
-def _tidy(model: Any, module: nn.Module, metadata: dict[str, str], lean: bool) -> None:
+def _tidy(model: Any, metadata: dict[str, str], lean: bool) -> None:
     """Remove work without effect, and replace torch's metadata by ours."""
-    _remove_empty_pads(model.graph)
-    _name_products(model.graph, tensors_of(module))
     if lean:
         drop_unread_tokens(model.graph)
         join_linear_layers(model.graph)

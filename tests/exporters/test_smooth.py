@@ -1,6 +1,7 @@
 """Scales of channels move from a LayerNorm into the layers that read it: same outputs, fewer steps lost to outliers."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from vitcompress.errors import InputError
 from vitcompress.exporters.base import Exported
+from vitcompress.exporters.onnx.export import export
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.quantize.calibrate import calibrate
 from vitcompress.exporters.quantize.smooth import MOST, measure_factors, rescale
@@ -121,3 +123,27 @@ def test_a_dead_channel_of_a_norm_has_a_factor_that_fits() -> None:
     factors = measure_factors(model, x)
     assert factors["blocks.1.norm2"][3] == -MOST
     torch.testing.assert_close(rescale(model, factors)(x), model(x), rtol=0, atol=0)
+
+
+def test_exports_with_shared_traces_write_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without factors, of bytes, for TensorRT, in half precision and in another opset."""
+    exporter, traces, count = torch.onnx.export, dict[Any, Any](), list[str]()
+    model, x = build("plain", dtype=torch.float32), images("plain", dtype=torch.float32)
+    about: Any = {"input": input_config(model), "calibrate": lambda source: calibrate(source, x, "int8")}
+    rescaled = {**about, "factors": measure_factors(model, x)}
+    monkeypatch.setattr(torch.onnx, "export", lambda *args, **options: count.append("") or exporter(*args, **options))
+    int8, fp32 = ExportOptions(precision="int8"), ExportOptions()
+    lean: list[Any] = [(int8, about), (fp32, about), (int8, rescaled), (fp32, rescaled), (int8, about)]
+    cases = [(options, one, True) for options, one in lean]
+    cases += [(int8, about, False), (fp32, about, False), (int8, rescaled, False)]
+    cases += [(ExportOptions(precision="fp16"), about, True), (fp32, about, True)]
+    cases += [(replace(int8, uint8=True), about, True), (replace(fp32, uint8=True), about, True)]
+    cases += [(replace(fp32, opset=22), about, True), (replace(int8, opset=22), about, True)]
+    for number, (options, one, few) in enumerate(cases):
+        form: Any = {"form": "unsigned_input" if few else "float_bias", "lean": few, "options": options}
+        shared = export(model, tmp_path / f"{number}.onnx", **form, **one, traces=traces)
+        traced = len(count)
+        alone = export(model, tmp_path / "alone.onnx", **form, **one)
+        assert shared.sha256 == alone.sha256 and shared.metadata == alone.metadata, (number, options)
+        del count[traced:]
+    assert len(count) == 5, "fp32, rescaled, fp16, bytes, opset 22"

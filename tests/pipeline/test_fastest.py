@@ -96,7 +96,7 @@ def test_the_fastest_that_passes_is_chosen(monkeypatch: pytest.MonkeyPatch, tmp_
     times = dict(zip(fastest.PRECISIONS, (4.0, 2.0, 1.0, 3.0), strict=True))
     checked: list[str] = []
 
-    def export(folder: Path, name: str, *, options: ExportOptions, out: Path, dense: bool) -> Any:
+    def export(folder: Path, name: str, *, options: ExportOptions, out: Path, **_: Any) -> Any:
         return SimpleNamespace(path=out, precision=options.precision)
 
     def run(paths: list[Path], *args: Any, **settings: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import nn
 
 from vitcompress.bench import suite
 from vitcompress.errors import ArtifactError, CheckFailedError, DeviceError, InputError, PrecisionError
-from vitcompress.exporters.base import Exported, Exporter, ModelInfo, write_sidecar
+from vitcompress.exporters.base import Exported, Exporter, ModelInfo, Traces, write_sidecar
 from vitcompress.exporters.onnx.export import prepare_quantized
 from vitcompress.exporters.options import AUTO, ONLY_EIGHT_BITS, ExportOptions
 from vitcompress.exporters.precision import expand_layers, present_layers
@@ -52,10 +52,11 @@ def write_export(
     classes: Sequence[str] = (),
     progress: Progress | None = None,
     calibration: Calibration | None = None,
+    traces: Traces | None = None,
 ) -> Exported:
     """Write the model of `original` in the format of `exporter`. Half precision is checked first, on its images: the
     ranges inside the model, and the fp32 layers `auto`. An int8 file is compared with one in fp32. calibration: for
-    int8 and fp8.
+    int8 and fp8. traces: of earlier exports of the same model.
 
     Raises:
         PrecisionError: a result inside the model is too large for fp16; nothing was written.
@@ -70,6 +71,7 @@ def write_export(
     if classes and len(classes) != (count := getattr(model, "num_classes", None)):
         raise InputError(f"{len(classes)} class names, but the model has {count} classes")
     about: ModelInfo = {"input": input_config(model), "classes": classes, "plan_digest": plan_of(model).digest}
+    about["traces"] = {} if traces is None else traces
     if calibration is not None:
         about |= {"calibrate": calibration, "factors": calibration.factors}
     if AUTO in options.islands:
@@ -190,12 +192,13 @@ def export_models(job: Job) -> None:
 
     A file that half precision cannot represent is reported and omitted; the rest of the run continues without it.
     """
+    traces: dict[Model, Traces] = {"dense": {}, "model": {}}
     for target in _targets(job):
         path, exporter = target.path, target.exporter
         if path.name not in rejected_exports(job.folder) and not _is_complete(target):
             job.progress.stage(f"Export {path.name}")
             try:
-                _export_target(job, target)
+                _export_target(job, target, traces[target.model])
             except (CheckFailedError, PrecisionError) as error:
                 remedy = f"; {error.hint} in `vitcompress export {job.folder}`" if error.hint else ""
                 reject_export(job.folder, path.name, f"{error.message}{remedy}")
@@ -210,7 +213,7 @@ def _is_complete(target: Target) -> bool:
     return sidecar is not None and (AUTO not in target.options.islands or bool(sidecar["islands_search"]))
 
 
-def _export_target(job: Job, target: Target) -> None:
+def _export_target(job: Job, target: Target, traces: Traces) -> None:
     options = target.options
     model = load_model(job.dense_folder if target.model == "dense" else job.folder)
     present = (*present_layers(model, options.islands), AUTO)
@@ -229,6 +232,7 @@ def _export_target(job: Job, target: Target) -> None:
         classes=class_names(job),
         progress=job.progress,
         calibration=calibration,
+        traces=traces,
     )
     job.files.verification.unlink(missing_ok=True)  # a new file must be verified
     for warning in exported.build.get("warnings", ()):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vitcompress.errors import ArtifactError, InputError
-from vitcompress.exporters.base import Exported, Exporter
+from vitcompress.exporters.base import Exported, Exporter, Traces
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.runtimes import available_exporter, exported_files
 from vitcompress.exporters.sidecar import DENSE, check_sha256, read_classes, read_sidecar, sidecar_path, usable_sidecar
@@ -39,12 +39,13 @@ def export_folder(
     out: Path | None = None,
     dense: bool = False,
     progress: Progress | None = None,
+    traces: Traces | None = None,
 ) -> Exported:
     """Write the model of a run folder in the format `name`, by default to `model.<suffix>` in the folder.
 
     A precision other than fp32, and bytes as input, are part of the file's name: `model-fp16-uint8.onnx`. Both always
     are, as in `model-fp32-float32.onnx`, if a recipe wrote another precision or input to `model.onnx`. dense: write the
-    model before pruning, to `dense.<suffix>`.
+    model before pruning, to `dense.<suffix>`. traces: of earlier exports of the same model.
 
     Raises:
         InputError: an unknown format, one that this machine cannot write, unsupported options, a name for another
@@ -74,6 +75,7 @@ def export_folder(
         classes=run_classes(files, model) or read_classes(onnx),
         progress=progress,
         calibration=Calibration(model, options, files, progress=progress or Progress()),
+        traces=traces,
     )
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -50,13 +51,14 @@ def choose_fastest(
         raise InputError(f"{', '.join(formats)} files cannot be measured here: {reason}", hint="use another --format")
     candidates = [Candidate(*pair) for pair in product(formats, PRECISIONS)]
     exports, problem = list[tuple[Candidate, Exported]](), None
+    write = partial(export_folder, folder, dense=dense, traces={})
     with TemporaryDirectory(prefix="vitcompress-") as temporary:
         for candidate in candidates:
             own = options_for(options, candidate)
             path = Path(temporary) / f"{candidate.format}{own.label}{find_exporter(candidate.format).file_suffix}"
             progress.stage(f"Export {path.name}")
             try:
-                exports.append((candidate, export_folder(folder, candidate.format, options=own, out=path, dense=dense)))
+                exports.append((candidate, write(candidate.format, options=own, out=path)))
                 open_runner(path).close()
             except (InputError, CheckFailedError) as error:
                 candidate.result, problem = error.message.replace(f"{path} ", ""), problem or error
