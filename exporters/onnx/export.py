@@ -208,7 +208,7 @@ def _run_exporter(model: nn.Module, example: Tensor, opset: int) -> Any:
     table = {} if opset >= ATTENTION_NODE_FROM else {attention: _attention}
     try:
         # With gradients, a mask that is computed from parameters changes the layout of the outputs.
-        with _TRACING, without_gradients(model), _hidden_warnings("onnxscript"):
+        with _TRACING, without_gradients(model), _hidden_warnings("onnxscript", "torch.onnx"):
             return torch.onnx.export(
                 model,
                 (example,),
@@ -233,15 +233,18 @@ def _run_exporter(model: nn.Module, example: Tensor, opset: int) -> Any:
 
 
 @contextmanager
-def _hidden_warnings(library: str) -> Iterator[None]:
-    """Hide what a library logs below errors: onnxscript warns of every node that its optimiser leaves as it is."""
-    logger = logging.getLogger(library)
-    before = logger.level
-    logger.setLevel(logging.ERROR)
+def _hidden_warnings(*loggers: str) -> Iterator[None]:
+    """Hide what libraries log below errors: onnxscript warns of every node that its optimiser leaves as it is, and
+    torch 2.8 of the parameters of `_attention`.
+    """
+    levels = {logger: logger.level for logger in map(logging.getLogger, loggers)}
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 def _attention(
