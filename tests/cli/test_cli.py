@@ -139,6 +139,7 @@ WRONG: list[tuple[tuple[str, ...], str]] = [
     (("recipe",), "Missing argument"),
     (("recipe", "digits_hetdtp"), "digits_hetdpt"),
     (("recipe", "digits_hetdpt", "--set", "finetune.epochs=-1"), "expected 0 or more"),
+    (("recipe", "digits_hetdpt", "--epochs", "3"), "--set finetune.epochs=10"),
     (("recipe", "digits_hetdpt", "--export", "onxx"), "onxx"),
     (("recipes", "show", "digits_nos"), "digits_nose"),
     (("bench", "model.onnx", "--batch", "0"), "--batch"),

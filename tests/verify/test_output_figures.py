@@ -200,7 +200,7 @@ def test_a_file_in_fp32_is_allowed_what_rounding_explains(factor: float, verdict
 
 
 @pytest.mark.parametrize(("factor", "verdict"), [(1.0, "passed"), (1 + 8e-4, "failed")])
-def test_images_that_round_more_than_others_are_found(factor: float, verdict: str, tmp_path: Path) -> None:
+def test_an_image_with_larger_rounding_errors_sets_the_limit(factor: float, verdict: str, tmp_path: Path) -> None:
     """Two pixels of one image are large, and cancel. It is not among the nearest ties, nor the first images."""
     model, images = deepcopy(MODEL), torch.randn(400, 3, 2, 2, generator=torch.Generator().manual_seed(0))
     model[1].weight.copy_(torch.eye(3, 12).roll(1, 1))

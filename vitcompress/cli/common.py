@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import click
 
-from vitcompress.cli.options import add_options, flag
+from vitcompress.cli.options import SET_EXAMPLE, add_options, flag
 from vitcompress.errors import CheckFailedError, InputError, VitcompressError, first_line
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
@@ -105,6 +105,8 @@ def _explain(error: Exception) -> VitcompressError:
     if isinstance(error, click.ClickException):
         context = getattr(error, "ctx", None)
         hint = f"`{context.command_path} --help` lists arguments and options" if context else None
+        if isinstance(error, click.NoSuchOption) and any("--set" in option.opts for option in context.command.params):
+            hint = f"--set changes a key, {SET_EXAMPLE}; {hint}"
         return InputError(error.format_message(), hint=hint)
     if isinstance(error, MemoryError) or OUT_OF_MEMORY.search(str(error)):
         message = f"there is not enough memory: {first_line(error)}"

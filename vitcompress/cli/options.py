@@ -195,9 +195,10 @@ require_signed_option = flag(
 dry_run_option = flag(
     "--dry-run", "Print stages, cost and problems; write nothing. Exit code 2 if the run would be rejected."
 )
+SET_EXAMPLE = "as in --set finetune.epochs=10 (of a study: --set epochs=60)"
 set_option = option(
     "--set sets",
-    "Change a setting, as in --set finetune.epochs=10; KEY= restores its default. Can be repeated.",
+    f"Change a key, {SET_EXAMPLE}; KEY= restores its default. Can be repeated.",
     metavar="KEY=VALUE",
     multiple=True,
 )
