@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,7 @@ def test_the_whole_path(tmp_path: Path) -> None:
     bench = vc.bench([dense, folded, path], batch=2, protocol="paper", warmup=1, runs=3, device="cpu")
     assert len(bench.rows) == 3 and len(bench.ratios) == 2
     assert "images/s" in str(bench)
+    assert len(vc.bench(path, batch=1, protocol="paper", warmup=1, runs=3, device="cpu").rows) == 1
 
 
 def test_steps_compose() -> None:
@@ -136,6 +138,7 @@ def test_models_of_timm_itself_are_taken() -> None:
         (lambda: vc.export(model(), "x.engine"), "trt and trt-rtx"),
         (lambda: vc.export(model(), "x.onnx", precision="int4"), "precision"),
         (lambda: vc.create_model("vit_tini"), "vit_tini"),
+        (lambda: vc.plan(vc.create_model("resnet18"), "magnitude"), "cannot be pruned: it is a ResNet"),
         (lambda: vc.finetune(model(), batches(), augmentation={"mixup": 0.5}), "augmentation has no effect"),
         (lambda: vc.finetune(model(), batches(), batch_size=4), "batch_size has no effect"),
         (lambda: vc.plan(model(), "isomorphic", [(batches()[0][0], torch.arange(5)), *batches()]), r"labels \[5\]"),
@@ -223,9 +226,9 @@ def test_data_of_another_form_is_rejected(tmp_path: Path) -> None:
     ):
         with pytest.raises(DataError, match=re.escape(text)):
             vc.evaluate(model(), data)
-    for network in (model(), file):
+    for use in (partial(vc.evaluate, model()), partial(vc.evaluate, file), partial(vc.finetune, model(), epochs=1)):
         with pytest.raises(InputError, match=r"the images are torch\.uint8"):
-            vc.evaluate(network, [((100 * images).byte(), labels)])
+            use([((100 * images).byte(), labels)])
 
 
 class Coarse:

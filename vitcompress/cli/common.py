@@ -103,9 +103,9 @@ def _explain(error: Exception) -> VitcompressError:
     if isinstance(error, VitcompressError):
         return error
     if isinstance(error, click.ClickException):
-        context = getattr(error, "ctx", None)
+        context: click.Context | None = getattr(error, "ctx", None)
         hint = f"`{context.command_path} --help` lists arguments and options" if context else None
-        if isinstance(error, click.NoSuchOption) and any("--set" in option.opts for option in context.command.params):
+        if context and isinstance(error, click.NoSuchOption) and any("--set" in p.opts for p in context.command.params):
             hint = f"--set changes a key, {SET_EXAMPLE}; {hint}"
         return InputError(error.format_message(), hint=hint)
     if isinstance(error, MemoryError) or OUT_OF_MEMORY.search(str(error)):

@@ -318,8 +318,8 @@ def context_for(
     """
     classes = int(getattr(model, "num_classes", 0))
     context = Context(
-        plan=plan or plan_of(model),
         family=family_of(model),
+        plan=plan or plan_of(model),
         data=Splits() if data is None else split_images(data, HELDOUT, seed, classes),
         input=input_config(model),
         runtime=Runtime(check_device(device, "none")),

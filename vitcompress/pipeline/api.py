@@ -49,6 +49,8 @@ from vitcompress.training.trainer import TrainingContext, TrainingControls
 from vitcompress.verify.folder import verify_folder
 from vitcompress.verify.outputs import Original
 
+Artifact = nn.Module | str | Path
+
 
 def create_model(
     name: str, *, pretrained: bool = False, weights: str | Path | None = None, seed: int = 0, **args: Any
@@ -279,9 +281,7 @@ def verify(folder: str | Path, *, progress: Progress | None = None) -> Verificat
     return verify_folder(Path(folder), progress=progress)
 
 
-def evaluate(
-    model: nn.Module | str | Path, data: Any, *, batch_size: int = 256, device: str = "auto", workers: int = 0
-) -> Accuracy:
+def evaluate(model: Artifact, data: Any, *, batch_size: int = 256, device: str = "auto", workers: int = 0) -> Accuracy:
     """Top-1 and top-5 accuracy with counts, of a model or of an exported file.
 
     data: a map-style data set of (image, class) pairs, or an iterable with a length of (images, labels) batches.
@@ -306,13 +306,11 @@ def evaluate(
         return evaluate_loader(runner, EvalLoader(source, runner.input, batch_size, runtime), runtime)
 
 
-def bench(
-    artifacts: Sequence[nn.Module | str | Path], *, progress: Progress | None = None, **options: Any
-) -> suite.Bench:
+def bench(artifacts: Artifact | Sequence[Artifact], *, progress: Progress | None = None, **options: Any) -> suite.Bench:
     """Measure models and files interleaved; the first one is the reference of all speed-ups.
 
     Args:
-        artifacts: models in memory, run folders, `.onnx`, `.xml` and `.engine` files, `timm:NAME`, `timm-onnx:NAME`.
+        artifacts: one or several: models in memory, run folders, exported files, `timm:NAME`, `timm-onnx:NAME`.
         options: fields of `BenchOptions` (`batch`, `protocol`, `warmup`, `runs`), or of `RunnerOptions` (`device`,
             `precision`, `threads`).
 
@@ -326,6 +324,7 @@ def bench(
         2
     """
     names = RunnerOptions.__dataclass_fields__
+    artifacts = [artifacts] if isinstance(artifacts, Artifact) else artifacts
     if not artifacts:
         raise InputError("there is nothing to measure", hint="pass models or files")
     own = {name: options.pop(name) for name in list(options) if name in names and name != "batch"}
@@ -336,7 +335,7 @@ def bench(
         return suite.compare(runners, settings, progress)
 
 
-def _open(artifact: nn.Module | str | Path, options: RunnerOptions, number: int = 0) -> Runner:
+def _open(artifact: Artifact, options: RunnerOptions, number: int = 0) -> Runner:
     """A runner; a model in memory is copied, as a runner moves it to its device and precision."""
     if isinstance(artifact, nn.Module):
         return TorchRunner(deepcopy(artifact), options, name=f"{type(artifact).__name__} {number}")

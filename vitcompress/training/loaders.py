@@ -144,6 +144,9 @@ class BatchLoader:
                 message = f"a batch has {', '.join(type(part).__name__ for part in batch)} instead of two tensors"
                 raise DataError(message, hint="pass batches of (images, labels)")
             images, targets = batch
+            if not images.is_floating_point():
+                message = f"the images are {images.dtype}, not floating-point numbers"
+                raise DataError(message, hint="normalise them for the model, or pass a data set of PIL images")
             if not targets.is_floating_point():  # as probabilities are
                 check_labels(targets := targets.long(), self.classes)
             yield images.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)

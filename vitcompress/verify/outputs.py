@@ -116,7 +116,7 @@ def compare(expected: Tensor, outputs: Tensor, limit: float, image: Tensor | Non
     image = torch.arange(len(expected)) if image is None else image
     exact, outputs = expected.double(), outputs.double()
     scale = largest_logit(exact)
-    best = two_best(exact)
+    best = exact.topk(min(2, exact.shape[1])).values  # of one class only that
     flipped = exact.argmax(1) != outputs.argmax(1)
     unexplained = flipped & (best[:, 0] - best[:, -1] > 2 * limit * scale)
     cosine = torch.where((exact == outputs).all(1), 1.0, F.cosine_similarity(exact, outputs, eps=1e-300))
@@ -124,11 +124,6 @@ def compare(expected: Tensor, outputs: Tensor, limit: float, image: Tensor | Non
     error = largest_difference(exact, outputs) / scale
     kl = tolerance.kl_divergence(exact, outputs)
     return Comparison(total, flips, errors, float(kl.max()), float(cosine.min()), error)
-
-
-def two_best(logits: Tensor) -> Tensor:
-    """The two largest logits of each row, (rows, 2), the largest first; of one class only that, (rows, 1)."""
-    return logits.topk(min(2, logits.shape[1])).values
 
 
 def largest_logit(logits: Tensor) -> float:
