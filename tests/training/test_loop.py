@@ -196,8 +196,9 @@ def test_best_keeps_the_best_epoch(tmp_path: Path) -> None:
     result = fit(model, tmp_path, options, after_epoch=lambda epoch: kept.append(weights(model)))
     scores = [record["heldout"]["correct"] for record in result.history]
     assert result.epoch == int(np.argmax(scores)) and same(weights(model), kept[result.epoch])
-    with pytest.raises(InputError, match="needs held-out images"):
-        fit(vit(), tmp_path / "none", options, heldout=None)
+    for wrong in (options, dataclasses.replace(OPTIONS, ema=0.8)):  # of the weights and their average the best is kept
+        with pytest.raises(InputError, match="needs held-out images"):
+            fit(vit(), tmp_path / "none", wrong, heldout=None)
 
 
 def test_zero_epochs_evaluate_the_model_as_it_is(tmp_path: Path) -> None:
