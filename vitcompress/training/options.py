@@ -90,7 +90,7 @@ class TrainOptions:
     betas: Annotated[tuple[float, float] | None, Doc("of the optimiser; None: its default")] = None
     clip_grad: Annotated[float | None, Gt(0), Doc("maximum norm of the gradient")] = None
     drop_path: Annotated[Fraction, Doc("stochastic depth of the last block, rising from 0 at the first")] = 0.0
-    ema: Annotated[float | None, Gt(0), Lt(1), Doc("decay of averaged weights, evaluated beside the raw ones")] = None
+    ema: Annotated[float | None, Gt(0), Lt(1), Doc("decay of averaged weights, which are kept if better")] = None
     augmentation: Annotated[Augmentation, Doc("transforms of training images")] = field(default_factory=Augmentation)
     distillation: Annotated[Distillation, Doc("how the model learns from its teacher")] = "none"
     alpha: Annotated[float, Ge(0), Doc("weight of the distillation loss")] = 0.5
