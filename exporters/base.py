@@ -52,6 +52,9 @@ class Exported:
         return {**asdict(self), "path": self.path.name}
 
 
+Traces = dict[Any, Any]
+
+
 class ModelInfo(TypedDict, total=False):
     """What a module does not know: preprocessing, class names (default: numbers) and hash of the plan.
 
@@ -65,7 +68,7 @@ class ModelInfo(TypedDict, total=False):
     plan_digest: str
     calibrate: Callable[[Path], Mapping[str, float]]
     factors: Mapping[str, Sequence[int]]
-    traces: dict[Any, Any]
+    traces: Traces
 
 
 @dataclass(frozen=True)

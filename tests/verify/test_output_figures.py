@@ -40,15 +40,6 @@ def test_logits_of_any_size_have_the_cosine_of_their_directions() -> None:
     assert tiny.cosine == pytest.approx(4.0 / math.hypot(0.1, 4.0), abs=1e-15)  # a few roundings in float64
 
 
-def test_a_turn_of_small_logits_counts_as_that_of_logits_of_median_size() -> None:
-    turn = 1 - math.sqrt(0.5)
-    for size, share in ((0.04, 1e-4), (4.0, 1.0), (400.0, 1.0)):
-        expected, got = logits([4.0, 0.0], [0.0, 4.0], [size, 0.0]), logits([4.0, 0.0], [0.0, 4.0], [size, size])
-        assert 1 - outputs.compare(expected, got, 0.01).cosine == pytest.approx(share * turn)
-    zeros = torch.zeros(3, 2, dtype=torch.float64)
-    assert outputs.compare(zeros, zeros, 0.01).cosine == 1.0 and outputs.compare(zeros, zeros + 1, 0.01).cosine == 0.0
-
-
 def test_a_model_of_one_class_is_compared_by_its_figures() -> None:
     result = outputs.compare(logits([1.0], [-2.0]), logits([1.0], [-1.0]), 0.01)
     assert (result.flips, result.unexplained, result.kl, result.cosine, result.error) == (0, 0, 0.0, 1.0, 0.5)

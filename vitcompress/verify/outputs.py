@@ -7,7 +7,7 @@ One number d for each precision, its share, limits how much the logits may chang
 - error: the largest difference of a logit, divided by the largest logit, is at most d. In fp32 on the CPU it is at most
   what rounding explains (`tolerance.reference`), which is far less;
 - cosine: 1 - cos of the logits is at most d^2 / 2, the effect of a relative error of d in the logits, or in eight bits
-  what rounding explains, if that is more; images with small logits count less (`tolerance.cosine_distance`);
+  what rounding explains, if that is more, as on images whose logits are all small;
 - kl: KL(model || file) of every image is at most 2 d^2 nats, so that no probability changes by more than d (Pinsker's
   inequality: total variation <= sqrt(KL / 2)); or what rounding explains, if that is more, as for logits so large that
   their roundings are not small beside 1 (`tolerance.rounding_limit`);
@@ -40,6 +40,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn import functional as F
 
 from vitcompress.errors import DeviceError, MissingExtraError, VitcompressError
 from vitcompress.exporters.onnx import file
@@ -84,8 +85,9 @@ WORK = 5 * 10**12  # multiply-accumulates of one call on the CPU at most; 256 im
 class Comparison:
     """The difference of two sets of logits.
 
-    images: number of different images. flips: those in another class; unexplained: flips whose two best logits differ
-    by more than rounding explains. kl, cosine: of the worst image. error: relative to the largest logit.
+    images: number of different images. flips: images with another top-1 class; unexplained: those of them whose two
+    best logits differ by more than rounding explains. kl, cosine: of the worst image. error: relative to the
+    largest logit.
     """
 
     images: int
@@ -117,10 +119,11 @@ def compare(expected: Tensor, outputs: Tensor, limit: float, image: Tensor | Non
     best = exact.topk(min(2, exact.shape[1])).values  # of one class only that
     flipped = exact.argmax(1) != outputs.argmax(1)
     unexplained = flipped & (best[:, 0] - best[:, -1] > 2 * limit * scale)
+    cosine = torch.where((exact == outputs).all(1), 1.0, F.cosine_similarity(exact, outputs, eps=1e-300))
     total, flips, errors = (len(torch.unique(images)) for images in (image, image[flipped], image[unexplained]))
     error = largest_difference(exact, outputs) / scale
-    kl, turned = tolerance.kl_divergence(exact, outputs), tolerance.cosine_distance(exact, outputs)
-    return Comparison(total, flips, errors, float(kl.max()), 1 - float(turned.max()), error)
+    kl = tolerance.kl_divergence(exact, outputs)
+    return Comparison(total, flips, errors, float(kl.max()), float(cosine.min()), error)
 
 
 def largest_logit(logits: Tensor) -> float:
@@ -138,7 +141,7 @@ def comparison_checks(comparison: Comparison, limits: Sequence[float], name: str
     rows = {
         "flips": (float(comparison.unexplained), 0.0, comparison.describe_flips()),
         "kl": (comparison.kl, max(2 * share**2, kl), "largest KL divergence of an image, nats"),
-        "cosine": (1 - comparison.cosine, max(share**2 / 2, angle), "largest 1 - cos of the logits"),
+        "cosine": (1 - comparison.cosine, max(share**2 / 2, angle), "1 - smallest cosine of the logits"),
         "error": (comparison.error, error, "largest difference over the largest logit"),
     }
     return [limit_check(f"{name}.{kind}", *row[:2], f"{row[2]}; {source}") for kind, row in rows.items()]
@@ -335,7 +338,8 @@ def _call_checks(
     share = math.hypot(*(SHARES[kind if isinstance(kind, str) else kind.precision] for kind in kinds))
     near = max(evaluations, 1) ** 0.5 * math.hypot(*(one.logit for one in roundings)) / largest_logit(exact)
     error, kl = min(share, near) if evaluations else share, max(evaluations, 1) * sum(one.kl for one in roundings)
-    angle = sum(one.angle for one in roundings) if isinstance(kinds[0], Quantization) else 0.0
+    eight_bits = any(isinstance(kind, Quantization) for kind in kinds)
+    angle = sum(one.angle for one in roundings) if eight_bits else 0.0
     return comparison_checks(compare(exact[rows], logits, near, rows), (share, error, kl, angle), name, source)
 
 

@@ -80,7 +80,9 @@ class Reference:
 
 @dataclass(frozen=True)
 class Rounding:
-    """How much rounding may change a logit, and the KL divergence (nats) and `cosine_distance` of an image."""
+    """How much rounding may change a logit, and how far the logits of an image may be from the exact ones: their KL
+    divergence, in nats, and 1 - cos.
+    """
 
     logit: float
     kl: float
@@ -258,7 +260,8 @@ def _limit(wide: nn.Module, images: Tensor, perturbed: Callable[[Tensor], Tensor
     factor = _factor(FALSE_ALARMS) * scale / DRAWS
     errors = sum(float((logits - clean).abs().max()) for logits in draws)
     roots = sum(float(kl_divergence(clean, logits).max()) ** 0.5 for logits in draws)
-    angles = sum(float(cosine_distance(clean, logits).max()) ** 0.5 for logits in draws)
+    cosines = [F.cosine_similarity(clean.double(), logits.double()) for logits in draws]
+    angles = sum(float(1 - cosine.min().clamp(max=1)) ** 0.5 for cosine in cosines)
     return Rounding(factor * errors, (factor * roots) ** 2, (factor * angles) ** 2)
 
 
@@ -266,17 +269,6 @@ def kl_divergence(expected: Tensor, outputs: Tensor) -> Tensor:
     """KL(expected || outputs) of the probabilities of each row of logits, (rows,), in nats, computed in float64."""
     logs = (outputs.double().log_softmax(1), expected.double().log_softmax(1))
     return F.kl_div(*logs, reduction="none", log_target=True).sum(1).clamp(min=0)
-
-
-def cosine_distance(expected: Tensor, outputs: Tensor) -> Tensor:
-    """1 - cos of each row of logits, (rows,), times (size / median size)^2 for rows smaller than the median.
-
-    Roundings do not shrink with the logits and turn small ones further: this is the effect on logits of median size.
-    """
-    exact, outputs = expected.double(), outputs.double()
-    cosine = torch.where((exact == outputs).all(1), 1.0, F.cosine_similarity(exact, outputs, eps=1e-300))
-    size: Tensor = exact.norm(dim=1)
-    return (1 - cosine).clamp(min=0) * (size / size.median()).nan_to_num(1.0).clamp(max=1).square()
 
 
 class _Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
