@@ -332,9 +332,10 @@ def _call_checks(
     # Limits are drawn on some images. Those that the file changes most may be those that roundings change most: on any
     # part of the images the expected largest error is at most that on all of them, for which the limit holds.
     changes = (exact[rows] - logits).abs().amax(1), tolerance.kl_divergence(exact[rows], logits)
-    order = torch.stack([rows[change.argsort(descending=True)] for change in changes], 1).flatten()
+    order = torch.stack([rows[change.argsort(descending=True)] for change in changes], 1).flatten().tolist()
+    drawn = images[sorted([*dict.fromkeys(order)][: 1 + tolerance.LOGITS // exact.shape[1]])]
     kinds, evaluations = limits
-    roundings = [original.rounding(images[[*dict.fromkeys(order.tolist())]], kind) for kind in kinds]
+    roundings = [original.rounding(drawn, kind) for kind in kinds]
     share = math.hypot(*(SHARES[kind if isinstance(kind, str) else kind.precision] for kind in kinds))
     near = max(evaluations, 1) ** 0.5 * math.hypot(*(one.logit for one in roundings)) / largest_logit(exact)
     error, kl = min(share, near) if evaluations else share, max(evaluations, 1) * sum(one.kl for one in roundings)
