@@ -2,7 +2,6 @@
 
 import json
 import math
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -158,18 +157,18 @@ MODEL[1].weight.copy_(torch.eye(3, 12))
 IMAGES = torch.randn(5, 3, 2, 2, generator=torch.Generator().manual_seed(0))
 
 
-def scaled(path: Path, factor: float, precision: str, model: nn.Sequential = MODEL) -> Path:
-    """A file with the outputs of the model times a factor, and metadata with this precision."""
+def scaled(path: Path, factor: float, precision: str) -> Path:
+    """A file with the outputs of `MODEL` times a factor, and metadata with this precision."""
     x, y = (
         helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
         for name, shape in (("x", ["n", 3, 2, 2]), ("y", ["n", 3]))
     )
-    weight = numpy_helper.from_array((factor * model[1].weight.T).numpy(), "w")
+    weight = numpy_helper.from_array((factor * MODEL[1].weight.T).numpy(), "w")
     nodes = [helper.make_node("Flatten", ["x"], ["f"]), helper.make_node("MatMul", ["f", "w"], ["y"])]
     graph = helper.make_graph(nodes, "scaled", [x], [y], [weight])
-    file = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 20)])
-    helper.set_model_props(file, {"precision": json.dumps(precision)})
-    onnx.save(file, path)
+    model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 20)])
+    helper.set_model_props(model, {"precision": json.dumps(precision)})
+    onnx.save(model, path)
     return path
 
 
@@ -197,22 +196,6 @@ def test_a_file_in_fp32_is_allowed_what_rounding_explains(factor: float, verdict
     checks = {check.name.rpartition(".")[2]: check for check in output_checks(path, ORIGINAL)}
     assert checks["error"].tolerance == explained < 1e-5
     assert {kind: checks[kind].verdict for kind in KINDS} == dict.fromkeys(KINDS, "passed") | {"error": verdict}
-
-
-@pytest.mark.parametrize(("factor", "verdict"), [(1.0, "passed"), (1 + 8e-4, "failed")])
-def test_an_image_with_larger_rounding_errors_sets_the_limit(factor: float, verdict: str, tmp_path: Path) -> None:
-    """Two pixels of one image are large, and cancel. It is not among the nearest ties, nor the first images."""
-    model, images = deepcopy(MODEL), torch.randn(400, 3, 2, 2, generator=torch.Generator().manual_seed(0))
-    model[1].weight.copy_(torch.eye(3, 12).roll(1, 1))
-    model[1].weight[:, 0], model[1].weight[:, 11] = 0.7, -0.7
-    images[-1, 0, 0, 0] = images[-1, 2, 1, 1] = 3000.0
-    images[-1, 0, 0, 1] = 8.0
-    checks = {
-        c.name: c for c in output_checks(scaled(tmp_path / "m.onnx", factor, "fp32", model), Original(model, images))
-    }
-    error = checks["agreement.m.onnx.error"]
-    calm = Original(model, images[:-1]).rounding(images[:-1], "fp32").logit / 8.0
-    assert error.verdict == verdict and error.value is not None and calm < error.value
 
 
 def test_outputs_that_are_not_finite_fail_by_one_check(tmp_path: Path) -> None:

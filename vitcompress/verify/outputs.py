@@ -9,8 +9,8 @@ One number d for each precision, its share, limits how much the logits may chang
 - cosine: 1 - cos of the logits is at most d^2 / 2, the effect of a relative error of d in the logits, or in eight bits
   what rounding explains, if that is more, as on images whose logits are all small;
 - kl: KL(model || file) of every image is at most 2 d^2 nats, so that no probability changes by more than d (Pinsker's
-  inequality: total variation <= sqrt(KL / 2)); or what rounding explains, if that is more, as for logits so large that
-  their roundings are not small beside 1 (`tolerance.rounding_limit`);
+  inequality: total variation <= sqrt(KL / 2)); or what rounding explains on the nearest ties, if that is more, as for
+  logits so large that their roundings are not small beside 1 (`tolerance.rounding_limit`);
 - flips: the top-1 class changes only between near ties: where the two best logits differ by at most 2 e, for the
   rounding error e of a logit in this precision (`tolerance.rounding_limit`; in fp32 on the CPU the error allowed). Each
   of the two may be off by e, so that such a change says nothing about the file. It is counted, and does not fail:
@@ -116,7 +116,7 @@ def compare(expected: Tensor, outputs: Tensor, limit: float, image: Tensor | Non
     image = torch.arange(len(expected)) if image is None else image
     exact, outputs = expected.double(), outputs.double()
     scale = largest_logit(exact)
-    best = exact.topk(min(2, exact.shape[1])).values  # of one class only that
+    best = two_best(exact)
     flipped = exact.argmax(1) != outputs.argmax(1)
     unexplained = flipped & (best[:, 0] - best[:, -1] > 2 * limit * scale)
     cosine = torch.where((exact == outputs).all(1), 1.0, F.cosine_similarity(exact, outputs, eps=1e-300))
@@ -124,6 +124,11 @@ def compare(expected: Tensor, outputs: Tensor, limit: float, image: Tensor | Non
     error = largest_difference(exact, outputs) / scale
     kl = tolerance.kl_divergence(exact, outputs)
     return Comparison(total, flips, errors, float(kl.max()), float(cosine.min()), error)
+
+
+def two_best(logits: Tensor) -> Tensor:
+    """The two largest logits of each row, (rows, 2), the largest first; of one class only that, (rows, 1)."""
+    return logits.topk(min(2, logits.shape[1])).values
 
 
 def largest_logit(logits: Tensor) -> float:
@@ -176,11 +181,17 @@ class Original:
         """`tolerance.exact_logits` of the model; images that were evaluated before cost nothing."""
         return cache(partial(tolerance.exact_logits, self.model))
 
-    def rounding(self, images: Tensor, precision: Kind) -> tolerance.Rounding:
-        """`tolerance.rounding_limit` or `quantization_limit`."""
-        if isinstance(precision, Quantization):
-            return tolerance.quantization_limit(rescale(self.model, precision.factors), images, precision)
-        return tolerance.rounding_limit(self.model, images, TYPES[precision])
+    @cached_property
+    def rounding(self) -> Callable[[Tensor, Kind], tolerance.Rounding]:
+        """`tolerance.rounding_limit` or `quantization_limit`, on the images whose two best logits are closest."""
+
+        def limit(images: Tensor, precision: Kind) -> tolerance.Rounding:
+            order = two_best(self.exact(images)).diff(dim=1).sum(1).argsort(descending=True)
+            if isinstance(precision, Quantization):
+                return tolerance.quantization_limit(rescale(self.model, precision.factors), images[order], precision)
+            return tolerance.rounding_limit(self.model, images[order], TYPES[precision])
+
+        return cache(limit)
 
     @cached_property
     def rounded_to_bytes(self) -> Callable[[InputConfig], Tensor]:
@@ -329,13 +340,8 @@ def _call_checks(
         if not torch.isfinite(logits).all():
             return [Check(name, "failed", detail=f"outputs at batch {len(logits)} are not finite; {source}")]
     rows, logits = (torch.cat(parts) for parts in zip(*calls, strict=True))
-    # Limits are drawn on some images. Those that the file changes most may be those that roundings change most: on any
-    # part of the images the expected largest error is at most that on all of them, for which the limit holds.
-    changes = (exact[rows] - logits).abs().amax(1), tolerance.kl_divergence(exact[rows], logits)
-    order = torch.stack([rows[change.argsort(descending=True)] for change in changes], 1).flatten().tolist()
-    drawn = images[sorted([*dict.fromkeys(order)][: 1 + tolerance.LOGITS // exact.shape[1]])]
     kinds, evaluations = limits
-    roundings = [original.rounding(drawn, kind) for kind in kinds]
+    roundings = [original.rounding(images, kind) for kind in kinds]
     share = math.hypot(*(SHARES[kind if isinstance(kind, str) else kind.precision] for kind in kinds))
     near = max(evaluations, 1) ** 0.5 * math.hypot(*(one.logit for one in roundings)) / largest_logit(exact)
     error, kl = min(share, near) if evaluations else share, max(evaluations, 1) * sum(one.kl for one in roundings)
