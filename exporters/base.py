@@ -52,9 +52,6 @@ class Exported:
         return {**asdict(self), "path": self.path.name}
 
 
-Traces = dict[Any, Any]
-
-
 class ModelInfo(TypedDict, total=False):
     """What a module does not know: preprocessing, class names (default: numbers) and hash of the plan.
 
@@ -68,7 +65,7 @@ class ModelInfo(TypedDict, total=False):
     plan_digest: str
     calibrate: Callable[[Path], Mapping[str, float]]
     factors: Mapping[str, Sequence[int]]
-    traces: Traces
+    traces: dict[Any, Any]
 
 
 @dataclass(frozen=True)

@@ -234,9 +234,7 @@ def _run_exporter(model: nn.Module, example: Tensor, opset: int) -> Any:
 
 @contextmanager
 def _hidden_warnings(*loggers: str) -> Iterator[None]:
-    """Hide what libraries log below errors: onnxscript warns of every node that its optimiser leaves as it is, and
-    torch 2.8 of the parameters of `_attention`.
-    """
+    """Hide what libraries log below errors: they warn of nodes that stay as they are, and of `_attention` (torch 2.8)."""
     levels = {logger: logger.level for logger in map(logging.getLogger, loggers)}
     for logger in levels:
         logger.setLevel(logging.ERROR)

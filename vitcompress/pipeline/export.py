@@ -13,7 +13,7 @@ from torch import nn
 
 from vitcompress.bench import suite
 from vitcompress.errors import ArtifactError, CheckFailedError, DeviceError, InputError, PrecisionError
-from vitcompress.exporters.base import Exported, Exporter, ModelInfo, Traces, write_sidecar
+from vitcompress.exporters.base import Exported, Exporter, ModelInfo, write_sidecar
 from vitcompress.exporters.onnx.export import prepare_quantized
 from vitcompress.exporters.options import AUTO, ONLY_EIGHT_BITS, ExportOptions
 from vitcompress.exporters.precision import expand_layers, present_layers
@@ -52,7 +52,7 @@ def write_export(
     classes: Sequence[str] = (),
     progress: Progress | None = None,
     calibration: Calibration | None = None,
-    traces: Traces | None = None,
+    traces: dict[Any, Any] | None = None,
 ) -> Exported:
     """Write the model of `original` in the format of `exporter`. Half precision is checked first, on its images: the
     ranges inside the model, and the fp32 layers `auto`. An int8 file is compared with one in fp32. calibration: for
@@ -192,7 +192,7 @@ def export_models(job: Job) -> None:
 
     A file that half precision cannot represent is reported and omitted; the rest of the run continues without it.
     """
-    traces: dict[Model, Traces] = {"dense": {}, "model": {}}
+    traces: dict[Model, dict[Any, Any]] = {"dense": {}, "model": {}}
     for target in _targets(job):
         path, exporter = target.path, target.exporter
         if path.name not in rejected_exports(job.folder) and not _is_complete(target):
@@ -213,7 +213,7 @@ def _is_complete(target: Target) -> bool:
     return sidecar is not None and (AUTO not in target.options.islands or bool(sidecar["islands_search"]))
 
 
-def _export_target(job: Job, target: Target, traces: Traces) -> None:
+def _export_target(job: Job, target: Target, traces: dict[Any, Any]) -> None:
     options = target.options
     model = load_model(job.dense_folder if target.model == "dense" else job.folder)
     present = (*present_layers(model, options.islands), AUTO)

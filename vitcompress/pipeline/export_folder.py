@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vitcompress.errors import ArtifactError, InputError
-from vitcompress.exporters.base import Exported, Exporter, Traces
+from vitcompress.exporters.base import Exported, Exporter
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.runtimes import available_exporter, exported_files
 from vitcompress.exporters.sidecar import DENSE, check_sha256, read_classes, read_sidecar, sidecar_path, usable_sidecar
@@ -39,7 +39,7 @@ def export_folder(
     out: Path | None = None,
     dense: bool = False,
     progress: Progress | None = None,
-    traces: Traces | None = None,
+    traces: dict[Any, Any] | None = None,
 ) -> Exported:
     """Write the model of a run folder in the format `name`, by default to `model.<suffix>` in the folder.
 

@@ -148,8 +148,7 @@ def check_options(options: TrainOptions, train_set: TrainData, heldout: TrainDat
         raise too_few_images(options.batch_size, len(train_set))
     if not heldout and (options.select == "best" or options.ema):  # of the weights and their average the best is kept
         name = "select = 'best'" if options.select == "best" else "ema"
-        hint = "leave it out, set data.heldout above 0, or in Python pass val_data"
-        raise InputError(f"{name} needs held-out images and there are none", hint=hint)
+        raise InputError(f"{name} needs held-out images and there are none", hint="set data.heldout, or pass val_data")
     make_optimizer([{"params": [nn.Parameter(torch.zeros(1))]}], options, torch.device("cpu"))
 
 
