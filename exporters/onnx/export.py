@@ -234,7 +234,7 @@ def _run_exporter(model: nn.Module, example: Tensor, opset: int) -> Any:
 
 @contextmanager
 def _hidden_warnings(*loggers: str) -> Iterator[None]:
-    """Hide what libraries log below errors: they warn of nodes that stay as they are, and of `_attention` (torch 2.8)."""
+    """Hide what libraries log below errors: they warn of nodes that stay as is, and of `_attention` (torch 2.8)."""
     levels = {logger: logger.level for logger in map(logging.getLogger, loggers)}
     for logger in levels:
         logger.setLevel(logging.ERROR)
