@@ -103,7 +103,7 @@ def check_training(job: Job) -> None:
     finetune = job.recipe.finetune
     for options in (job.recipe.dense, *reversed(job.trainings)):
         if options is not None:
-            check_options(options, job.data.train, job.data.heldout, job.runtime)
+            check_options(options, job.data.train, job.data.heldout, job.input, job.runtime)
     if not job.data.heldout and any(step.info.uses_heldout for step in job.steps):
         message = "data.heldout is 0, but the layers are chosen by accuracy on held-out images"
         raise InputError(message, hint="set data.heldout to 0.01 or more")

@@ -76,7 +76,7 @@ class TrainLoader(EvalLoader):
     Every rank gets the same number of batches; images that do not fill a global batch are left out of the epoch. Call
     `set_epoch` before each pass. batch_size: images per process. classes: width of soft targets.
 
-    Raises InputError if there is no full batch, or images cannot be mixed in pairs or augmented.
+    Raises InputError if images cannot be mixed in pairs or augmented.
     """
 
     def __init__(
@@ -90,10 +90,6 @@ class TrainLoader(EvalLoader):
         classes: int | None = None,
     ) -> None:
         self.augmentation, self.seed = augmentation, seed
-        available = len(dataset) // runtime.world_size
-        if batch_size < 1 or batch_size > available:
-            message = f"a batch has {batch_size} images per process, and only {available} are available"
-            raise InputError(message, hint="lower batch_size or give more images")
         if augmentation.mixes and batch_size % 2:
             message = f"mixup and cutmix mix pairs, so {batch_size} images per process and step cannot be mixed"
             hint = "use an even batch_size / (processes * accumulate), or set mixup = 0 and cutmix = 0"
@@ -228,8 +224,3 @@ def _posterize(image: Image.Image, bits_to_keep: int, **_: Any) -> Image.Image:
     if bits_to_keep <= 0:
         return image.point(lambda _: 0)
     return image if bits_to_keep >= 8 else ImageOps.posterize(image, bits_to_keep)
-
-
-def too_few_images(batch_size: int, images: int) -> InputError:
-    message = f"batch_size {batch_size} is more than the {images} training images"
-    return InputError(message, hint="lower batch_size or use more images")

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from vitcompress.errors import InputError, OutputError
 from vitcompress.io.training_state import load_state, save_state
+from vitcompress.models.create import InputConfig
 from vitcompress.training.distributed import Runtime
-from vitcompress.training.loaders import BatchLoader, TrainData, too_few_images
+from vitcompress.training.loaders import BatchLoader, TrainData, TrainLoader
 from vitcompress.training.log import RunLog
 from vitcompress.training.losses import Objective, both_heads, student_of
 from vitcompress.training.metrics import Accuracy, evaluate
@@ -46,7 +47,7 @@ def train(
         VitcompressError: the loss is no longer finite.
     """
     controls = controls or TrainingControls()
-    check_options(options, train_set, heldout_set, at.runtime)
+    check_options(options, train_set, heldout_set, at.input, at.runtime)
     module.to(at.runtime.device)
     loss = Objective(module, options, teacher=controls.teacher, input=at.input, device=at.runtime.device)
     student = student_of(module, options.distillation, controls.teacher, at.seed)
@@ -132,8 +133,10 @@ def _result(history: list[EpochRecord], best_of: Mapping[str, Any]) -> TrainResu
     return TrainResult(history, raw, ema, best_of["chosen"], best_of["epoch"])
 
 
-def check_options(options: TrainOptions, train_set: TrainData, heldout: TrainData | None, runtime: Runtime) -> None:
-    """Raise InputError for options that contradict the data, the processes, or each other."""
+def check_options(
+    options: TrainOptions, train_set: TrainData, heldout: TrainData | None, input: InputConfig, runtime: Runtime
+) -> None:
+    """Raise InputError for options that contradict the data, the processes, or each other. input: of the model."""
     share = runtime.share_of(options.batch_size)
     if share % options.accumulate:
         message = f"{share} images per process cannot be computed in {options.accumulate} equal parts"
@@ -144,8 +147,15 @@ def check_options(options: TrainOptions, train_set: TrainData, heldout: TrainDat
         if wrong := [name for name in names if getattr(options, name) != getattr(default, name)]:
             hint = "omit it, or pass a data set of (image, class) pairs"
             raise InputError(f"{wrong[0]} has no effect: the training data are batches", hint=hint)
-    elif options.epochs and options.batch_size > len(train_set):
-        raise too_few_images(options.batch_size, len(train_set))
+        if len(train_set) < options.accumulate:
+            message = f"accumulate {options.accumulate} is more than the {len(train_set)} batches of an epoch"
+            raise InputError(message, hint="lower accumulate or pass more batches")
+    elif options.epochs:  # the loader checks the augmentation; how soft its targets are does not matter here
+        loader = TrainLoader(train_set, input, options.augmentation, share // options.accumulate, 0, runtime, classes=1)
+        if len(loader) < options.accumulate:
+            images = runtime.world_size * len(loader.sampler)
+            message = f"batch_size {options.batch_size} is more than the {images} training images of an epoch"
+            raise InputError(message, hint="lower batch_size or use more images")
     if not heldout and (options.select == "best" or options.ema):  # of the weights and their average the best is kept
         name = "select = 'best'" if options.select == "best" else "ema"
         raise InputError(f"{name} needs held-out images and there are none", hint="set data.heldout, or pass val_data")

@@ -22,7 +22,7 @@ from vitcompress.io.progress import Progress
 from vitcompress.io.training_state import State
 from vitcompress.models.create import InputConfig
 from vitcompress.training.distributed import Runtime, derived_seed
-from vitcompress.training.loaders import BatchLoader, EvalLoader, TrainData, TrainLoader, too_few_images
+from vitcompress.training.loaders import BatchLoader, EvalLoader, TrainData, TrainLoader
 from vitcompress.training.losses import Objective, inner
 from vitcompress.training.options import EpochRecord, TrainOptions
 
@@ -126,11 +126,6 @@ class Learner:
         settings = (at.input, augmentation, job.micro_batch, at.seed, at.runtime, classes)
         self.loader = data if isinstance(data, BatchLoader) else TrainLoader(data, *settings)
         self.steps = len(self.loader) // job.options.accumulate  # of an epoch
-        if self.steps == 0:
-            if isinstance(data, BatchLoader):
-                message = f"accumulate {job.options.accumulate} is more than the {len(data)} batches of an epoch"
-                raise InputError(message, hint="lower accumulate or pass more batches")
-            raise too_few_images(job.options.batch_size, len(data))
         runtime, groups = at.runtime, job.controls.parameter_groups
         self.network: Any = runtime.wrap(job.module)
         self.optimizer = make_optimizer(job.module if groups is None else list(groups), job.options, runtime.device)
