@@ -46,7 +46,7 @@ def test_entropy_sums_agree(folders: tuple[Path, Path]) -> None:
             assert a["lowest_share"] == b["lowest_share"]
 
 
-def test_scores_and_gradients_agree(folders: tuple[Path, Path]) -> None:
+def test_scores_agree(folders: tuple[Path, Path]) -> None:
     """Scores are float32; AdamW moves them by about LR a step, 3 steps an epoch: a thousandth of that is allowed."""
     one, two = both(folders, "search_epochs.json")
     assert len(one) == len(two) == 4
@@ -54,8 +54,6 @@ def test_scores_and_gradients_agree(folders: tuple[Path, Path]) -> None:
         allowed = 1e-3 * LR * 3 * (a["epoch"] + 1)
         assert a["scores"] == pytest.approx(b["scores"], abs=allowed)
         assert max(map(abs, a["scores"].values())) > 100 * allowed
-        assert a["gradient"] == pytest.approx(b["gradient"], rel=1e-3)
-        assert a["positive_share"] == b["positive_share"]
         assert a["removed"] == b["removed"]
 
 

@@ -15,9 +15,7 @@ from collections.abc import Collection, Sequence
 from itertools import accumulate, zip_longest
 from typing import Any
 
-import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from vitcompress.families import Site
 from vitcompress.families.base import SiteKind
@@ -69,7 +67,7 @@ def search(
     """Train weights and scores; return the dense block numbers of each type in order of removal.
 
     events: the types that may lose a layer at each scheduled removal. candidates: sites that may be removed. A killed
-    search resumes after its last finished epoch. `search_epochs.json` records scores, gradients and removals.
+    search resumes after its last finished epoch. `search_epochs.json` records scores and removals.
     """
     removed: dict[SiteKind, list[int]] = context.memo(
         "search", lambda: _Search(model, context, options, events, candidates).run()
@@ -96,11 +94,6 @@ class _Search:
         self.candidates = [site for site in sites if site.name in names]
         self.removals = removal_epochs(len(events), options.search.factor)
         self.path = context.folder / "search_epochs.json"
-        self._reset()
-
-    def _reset(self) -> None:
-        """Start new sums over the optimizer steps of an epoch: |gradient| of every score, and how often it is > 0."""
-        self.steps, self.sums = 0, torch.zeros(2, len(self.model.sites))
 
     def run(self) -> Record:
         """Train; return the block numbers per type, in the order of the recorded epochs."""
@@ -114,8 +107,7 @@ class _Search:
             after_epoch=self._after_epoch,
             parameter_groups=parameter_groups(self.model, settings, self.options.score_lr),
         )
-        with register_optimizer_step_pre_hook(self._watch):
-            self.context.run_training(self.model, images, None, settings, "search", label=label, controls=controls)
+        self.context.run_training(self.model, images, None, settings, "search", label=label, controls=controls)
         order = [r["removed"] for r in read_json(self.path) if r["removed"]] if self.context.runtime.is_main else []
         order = self.context.runtime.broadcast(order)
         sites = {site.name: site for site in self.model.sites}
@@ -128,10 +120,8 @@ class _Search:
 
     def _after_epoch(self, epoch: int) -> None:
         """Record the finished `epoch` (from 0), and remove a layer if one is scheduled."""
-        scores, means = self.model.scores_of(), (self.sums / max(1, self.steps)).tolist()
-        gradient, positive = (dict(zip(scores, values, strict=True)) for values in means)
-        record = {"epoch": epoch, "scores": scores, "gradient": gradient, "positive_share": positive, "removed": None}
-        self._reset()
+        scores = self.model.scores_of()
+        record: Record = {"epoch": epoch, "scores": scores, "removed": None}
         if epoch + 1 in self.removals:
             kinds, gates = self.events[self.removals.index(epoch + 1)], self.model.gate_values()
             left = [site for site in self.candidates if site.kind in kinds and gates[site.name] == 1.0]
@@ -143,19 +133,6 @@ class _Search:
         if self.context.runtime.is_main:
             earlier = read_json(self.path) if self.path.is_file() else []
             write_json(self.path, [*(r for r in earlier if r["epoch"] < epoch), record])
-
-    def _watch(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Hook of an optimizer step: gradients are then summed over processes and accumulation, and without the loss
-        scale of fp16, which fused optimizers remove inside the step.
-        """
-        gradients = [p.grad.detach().float() for p in self.model.scores if p.grad is not None]
-        if len(gradients) < len(self.model.sites):
-            return
-        scale = getattr(optimizer, "grad_scale", None)
-        now = (torch.stack(gradients) / (1.0 if scale is None else scale)).cpu()
-        if torch.isfinite(now).all():
-            self.steps += 1
-            self.sums += torch.stack([now.abs(), (now > 0).float()])
 
 
 def parameter_groups(model: GatedModel, options: TrainOptions, score_lr: float) -> list[dict[str, Any]]:
