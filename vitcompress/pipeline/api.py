@@ -34,7 +34,7 @@ from vitcompress.methods.latency import plan_step
 from vitcompress.methods.table import find_method
 from vitcompress.models import create
 from vitcompress.models.source import resolve_model
-from vitcompress.pipeline.calibration import Calibration
+from vitcompress.pipeline.calibration import Calibration, model_digest
 from vitcompress.pipeline.export import CALIBRATION_IMAGES, write_export
 from vitcompress.pipeline.latency import LatencyClock, measured_on
 from vitcompress.plan import Plan
@@ -127,7 +127,7 @@ def plan(
     context = replace(base, latency=clock, measured_on=measured_on(base.runtime.device, None))
     call = {"method": chosen.name, "model": context.plan.digest, "seed": seed}
     labels = str([part.labels.tolist() for part in (base.data.train, base.data.heldout)])
-    call |= {"options": asdict(settings), "training": asdict(base.train), "inputs": _weights(model, labels)}
+    call |= {"options": asdict(settings), "training": asdict(base.train), "inputs": model_digest(model, labels)}
     if context.memo("call", lambda: call) != json.loads(json.dumps(call)):
         raise InputError(f"{folder} contains a plan of another model or call", hint="use another folder")
     model.to(context.runtime.device)
@@ -183,7 +183,7 @@ def finetune(  # noqa: PLR0913 (each argument is public and has a default)
         heldout = None if val_data is None else open_source(val_data, runtime, model)
         source = open_source(train_data, runtime, model)
         structure = tensors_digest((), str(getattr(model, "plan", model)))
-        record, new = state / "model.json", {"structure": structure, "weights": [_weights(model)]}
+        record, new = state / "model.json", {"structure": structure, "weights": [model_digest(model)]}
         kept = read_json(record) if record.is_file() else new
         # A stopped training has changed the weights of `model`, so only those of a finished one are compared.
         finished = len(kept["weights"]) > 1
@@ -191,12 +191,8 @@ def finetune(  # noqa: PLR0913 (each argument is public and has a default)
             raise InputError(f"{folder} contains a training of another model", hint="use another folder")
         write_json(record, kept)
         result = train(model, source, heldout, settings, at, TrainingControls(teacher=teacher))
-        write_json(record, {**kept, "weights": [kept["weights"][0], _weights(model)]})
+        write_json(record, {**kept, "weights": [kept["weights"][0], model_digest(model)]})
         return result
-
-
-def _weights(model: nn.Module, settings: str = "") -> str:
-    return tensors_digest(model.state_dict().values(), settings)
 
 
 def fold(model: nn.Module) -> nn.Module:
@@ -263,7 +259,7 @@ def export(
         images = torch.randn(CALIBRATION_IMAGES, *config.size, generator=torch.Generator().manual_seed(seed))
     else:
         source = as_images(data)
-        images = calibration_images(source, config, min(CALIBRATION_IMAGES, len(source)), seed)
+        images = calibration_images(source, config, CALIBRATION_IMAGES, seed)
         calibration = Calibration(model, settings, RunFolder.of(path), source, seed, progress or Progress())
     original = Original(model, images, real=data is not None)
     exported = write_export(

@@ -63,12 +63,12 @@ class Calibration:
         precision, method = self.options.eight_bits or "int8", self.options.calibration_method
         trained = read_json(self.files.trained_ranges) if self.files.trained_ranges.is_file() else {}
         fixed = dict[str, float]()
-        if trained.get("model") == _digest(self.model, precision):
+        if trained.get("model") == model_digest(self.model, precision):
             if self.factors:
                 raise InputError("smooth would change layers whose ranges were trained", hint="omit smooth")
             fixed = trained["ranges"]
         images, settings = self._images(), f"{precision} {method}{self.factors or ''}{' uint8' * self.options.uint8}"
-        cache = self.files.ranges / f"{_digest(self.model, settings, images)}.json"
+        cache = self.files.ranges / f"{model_digest(self.model, settings, images)}.json"
         check_unchanged(self.files.path, cache, self.files.trained_ranges)
         self.ranges = dict(read_json(cache)) if cache.is_file() else calibrate(source, images, precision, method)
         if self.files.plan.is_file() and not cache.is_file():
@@ -86,13 +86,14 @@ class Calibration:
                 )
             recipe = load_recipe_of_run(self.files.recipe)
             self.training, self.seed = open_data(recipe.data, recipe.run.seed).train, recipe.run.seed
-        count = min(self.options.calibration, len(self.training))
-        if count < FEW_IMAGES:
-            self.progress.note(f"calibration on {count} images: the values of others may exceed these ranges")
-        return calibration_images(self.training, input_config(self.model), count, self.seed)
+        images = calibration_images(self.training, input_config(self.model), self.options.calibration, self.seed)
+        if len(images) < FEW_IMAGES:
+            self.progress.note(f"calibration on {len(images)} images: the values of others may exceed these ranges")
+        return images
 
 
-def _digest(model: nn.Module, settings: str, *tensors: Tensor) -> str:
+def model_digest(model: nn.Module, settings: str = "", *tensors: Tensor) -> str:
+    """A hash of the weights of `model`, and of settings and tensors that belong to them."""
     return tensors_digest([*tensors, *model.state_dict().values()], settings)
 
 
@@ -117,7 +118,7 @@ def train_quantized(job: Job) -> None:
         save_tensors(files.folded, before, {"plan": plan.digest})
         write_model(files.path, model, plan)
         ranges = {name: value.item() for name, value in module.ranges().items()}
-        write_json(files.trained_ranges, {"model": _digest(model, settings.precision), "ranges": ranges})
+        write_json(files.trained_ranges, {"model": model_digest(model, settings.precision), "ranges": ranges})
 
 
 def _measure_settings(job: Job, model: nn.Module) -> Quantization:

@@ -222,7 +222,7 @@ def _export_target(job: Job, target: Target, traces: dict[Any, Any]) -> None:
     original, calibration = Original(model, noise_images(model), real=False), None
     if job.data is not None:  # the test images make no choices
         source, seed = job.data.heldout or job.data.train, job.recipe.run.seed
-        original = Original(model, calibration_images(source, job.input, min(CALIBRATION_IMAGES, len(source)), seed))
+        original = Original(model, calibration_images(source, job.input, CALIBRATION_IMAGES, seed))
         calibration = Calibration(model, options, job.files, job.data.train, seed, job.progress)
     exported = write_export(
         target.exporter,

@@ -51,8 +51,7 @@ def verify_run(job: Job) -> None:
         job.progress.stage("Verify")
         images = None
         if job.data is not None:
-            count = min(image_count(job.base), len(job.data.test))
-            images = calibration_images(job.data.test, job.input, count, job.recipe.run.seed)
+            images = calibration_images(job.data.test, job.input, image_count(job.base), job.recipe.run.seed)
         result = verify_folder(job.folder, images, job.dense_folder, job.progress)
         files = [path.name for path in job.folder.iterdir()]  # some names begin with that of a file, which has dots
         names = [check.name for check in result.checks if check.verdict == "passed"]

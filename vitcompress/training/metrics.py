@@ -170,12 +170,7 @@ def guessed(correct: int, labels: np.ndarray) -> bool:
 
 
 def calibration_images(dataset: Images, input: InputConfig, count: int, seed: int) -> Tensor:
-    """`count` random images of `dataset` without replacement, with evaluation transforms: (count, C, H, W), on the CPU.
-
-    Raises DataError for a data set with fewer images.
-    """
-    if count > len(dataset):
-        raise DataError(f"{count} images are needed, the data set has {len(dataset)}", hint="use fewer")
+    """`count` random images of `dataset` (all if there are fewer), with evaluation transforms: (count, C, H, W)."""
     chosen = np.random.default_rng(seed).permutation(len(dataset))[:count]
-    loader = EvalLoader(Views(dataset, sorted(chosen.tolist())), input, count, Runtime(torch.device("cpu")))
+    loader = EvalLoader(Views(dataset, sorted(chosen.tolist())), input, len(chosen), Runtime(torch.device("cpu")))
     return next(iter(loader))[0]
