@@ -8,10 +8,11 @@ from typing import Any, Literal
 from vitcompress.bench.plots.figure import COLOURS, MARKS, new_figure, save_figure
 from vitcompress.bench.plots.structure import LAYERS, WIDTHS, Layer, Structure, Width, describe_structure
 from vitcompress.errors import ArtifactError
+from vitcompress.io.plugins import is_plugin
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.text import shorten_paths
 from vitcompress.methods.base import Chart, Line
-from vitcompress.methods.table import METHODS
+from vitcompress.methods.table import METHODS, find_method
 from vitcompress.models.checkpoint import read_plan
 from vitcompress.plan import Plan
 
@@ -40,8 +41,9 @@ def draw(folders: Sequence[str | Path], into: str | Path) -> list[Path]:
         figure = structure_figure(describe_structure(plans[name]), name)
         paths.append(save_figure(figure, Path(into) / f"{name}-structure.png"))
         for step in RunFolder(folder).steps():
-            method = METHODS.get(step.name.split("-", 2)[2])
-            if method is not None and (charts := method.report(step).charts):
+            method = step.name.split("-", 2)[2]
+            installed = method in METHODS or is_plugin(method, "methods")
+            if installed and (charts := find_method(method).report(step).charts):
                 figure = charts_figure(charts, f"{name}, {step.name} (faint: removed)")
                 paths.append(save_figure(figure, Path(into) / f"{name}-{step.name}.png"))
     return paths

@@ -123,21 +123,25 @@ def test_curves_are_strong_only_where_channels_are_kept() -> None:
     assert axes.get_yscale() == "log" and [text.get_text() for text in axes.texts] == ["end"]
 
 
-def test_files(tmp_path: Path) -> None:
-    run = tmp_path / "run"
+def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of steps by a method of another package, too, unless it is not installed."""
+    info = tmp_path / "site" / "pruner-1.dist-info"
+    write_text(info / "METADATA", "Metadata-Version: 2.1\nName: pruner\nVersion: 1\n")
+    own = "[vitcompress.methods]\nmy-own = vitcompress.methods.isomorphic:ISOMORPHIC\n"
+    write_text(info / "entry_points.txt", own)
+    monkeypatch.syspath_prepend(info.parent)
+    run, rows = tmp_path / "run", [{"name": "residual", "kind": "residual", "kept": 1, "of": 2, "scores": [1.5, 0.5]}]
     write_text(run / "plan.json", plan().to_json())
-    write_json(
-        run / "state" / "step-0-isomorphic" / "widths.json",
-        {"rows": [{"name": "residual", "kind": "residual", "kept": 1, "of": 2, "scores": [1.5, 0.5]}]},
-    )
+    for step in ("step-0-isomorphic", "step-1-my-own", "step-2-removed"):
+        write_json(run / "state" / step / "widths.json", {"rows": rows})
     paths = draw([run], tmp_path / "pictures")
-    assert [path.name for path in paths] == ["run-structure.png", "run-step-0-isomorphic.png"]
+    assert [path.name for path in paths] == ["run-structure.png", "run-step-0-isomorphic.png", "run-step-1-my-own.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
     again = tmp_path / "other" / "run"
     write_text(again / "plan.json", plan().to_json())
     names = [path.name for path in draw([run, again], tmp_path / "both")]
-    assert len(set(names)) == 3 and "other-run-structure.png" in names
-    assert len(draw([run, str(run)], tmp_path / "once")) == 2
+    assert len(set(names)) == 4 and "other-run-structure.png" in names
+    assert len(draw([run, str(run)], tmp_path / "once")) == 3
 
 
 def test_a_folder_without_a_plan(tmp_path: Path) -> None:
