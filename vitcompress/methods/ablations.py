@@ -1,10 +1,6 @@
-"""Ablations of HetDPT, and baselines that measure nothing. Numbers are tables of the HetDPT paper.
+"""Ablations of HetDPT, and baselines that measure nothing.
 
-te_static        the layers of both types with the lowest transfer entropy, each removed alone from the model (13)
-hetdpt_no_step2  the split of step 1, then the first layers of the single-type removal orders (12)
-hetdpt_no_step1  direct importance: step 2 alone, the lowest score of both types, without a budget per type (11)
-random           random layers, or the first or last ones
-fixed            layers named in the recipe
+In the HetDPT paper, te_static is table 13, hetdpt_no_step2 table 12, and hetdpt_no_step1 (direct importance) table 11.
 """
 
 from dataclasses import replace

@@ -1,13 +1,5 @@
 """Tolerances derived from floating-point arithmetic: how much may two evaluations of the same function differ?
 
-- `reference(model, images)`: the exact logits, and the tolerance of an evaluation in the model's precision.
-- `rounding_limit(model, images, dtype)`: how much rounding every weight and every result to a type may change the
-  logits and the KL divergence.
-- `quantization_limit(model, images, settings)`: the same, of rounding the operands of products to eight bits.
-- `storage_limit(model, roundings, images)`: how much rounding the weights of some modules may change a logit.
-- `fold_excess(layers, folded, x, folds)`: the difference of a folded layer from its chain, and a bound on it.
-- `in_float64(model)`: a context in which the model is evaluated in float64.
-
 Logits: each operation of the model adds an independent error to its result y, with a standard deviation of u |y| for
 the unit roundoff u. Sums add another one: n products p_i that are added in random order, with every partial sum
 rounded, have a variance of u^2 ((1/3 + (n + 1) / 18) sum p_i^2 + (n + 1) / 9 (sum p_i)^2). Monte Carlo arithmetic
