@@ -8,7 +8,7 @@ import logging
 from ast import literal_eval
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
@@ -235,14 +235,11 @@ def _run_exporter(model: nn.Module, example: Tensor, opset: int) -> Any:
 @contextmanager
 def _hidden_warnings(*loggers: str) -> Iterator[None]:
     """Hide what libraries log below errors: they warn of nodes that stay as is, and of `_attention` (torch 2.8)."""
-    levels = {logger: logger.level for logger in map(logging.getLogger, loggers)}
-    for logger in levels:
-        logger.setLevel(logging.ERROR)
-    try:
+    with ExitStack() as stack:
+        for logger in map(logging.getLogger, loggers):
+            stack.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.ERROR)
         yield
-    finally:
-        for logger, level in levels.items():
-            logger.setLevel(level)
 
 
 def _attention(
