@@ -13,7 +13,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from torch import nn
 
 from vitcompress import surgery
@@ -46,7 +45,7 @@ from vitcompress.training.metrics import Accuracy, calibration_images
 from vitcompress.training.metrics import evaluate as evaluate_loader
 from vitcompress.training.options import TrainOptions, TrainResult
 from vitcompress.training.trainer import TrainingContext, TrainingControls
-from vitcompress.verify.folder import verify_folder
+from vitcompress.verify.folder import noise_images, verify_folder
 from vitcompress.verify.outputs import Original
 
 Artifact = nn.Module | str | Path
@@ -252,16 +251,12 @@ def export(
     settings = options_of(ExportOptions, options, f"format {exporter.name}")
     exporter.check(settings)
     exporter.check_path(path)
-    config = create.input_config(model)
     path.parent.mkdir(parents=True, exist_ok=True)
-    calibration = None
-    if data is None:
-        images = torch.randn(CALIBRATION_IMAGES, *config.size, generator=torch.Generator().manual_seed(seed))
-    else:
+    original, calibration = Original(model, noise_images(model), real=False), None
+    if data is not None:
         source = as_images(data)
-        images = calibration_images(source, config, CALIBRATION_IMAGES, seed)
+        original = Original(model, calibration_images(source, create.input_config(model), CALIBRATION_IMAGES, seed))
         calibration = Calibration(model, settings, RunFolder.of(path), source, seed, progress or Progress())
-    original = Original(model, images, real=data is not None)
     exported = write_export(
         exporter, original, path, options=settings, classes=class_names, progress=progress, calibration=calibration
     )
