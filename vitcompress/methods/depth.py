@@ -77,8 +77,8 @@ def spread_layers(
         raise PlanError(message, hint=suggest_range("pruned_layers", 1, most) if most else "prune widths")
     taken = dict.fromkeys(kinds, 0)
     for _ in range(count):
-        # The last of equal ones: activations come after attentions.
-        taken[min((kind for kind in reversed(kinds) if taken[kind] < removable[kind]), key=lambda k: taken[k])] += 1
+        left = [kind for kind in reversed(kinds) if taken[kind] < removable[kind]]  # of equal ones, activations
+        taken[min(left, key=taken.__getitem__)] += 1
     places = {kind: [(2 * i + 1) * removable[kind] // (2 * n) for i in range(n)] for kind, n in taken.items()}
     return {kind: [present[kind][place].index for place in places[kind]] for kind in kinds}
 
