@@ -246,7 +246,8 @@ def markdown(report: records.Report) -> str:
     if notes := report.get("notes"):
         parts += ["## Notes", _bullets(notes)]
     model = report.get("model") or {}
-    if usable := [entry for entry in artifacts or () if "input" in model and entry.get("format", "onnx") in TEMPLATES]:
+    described = "input" in model and model["input"]["crop_mode"] != "border"  # the lines do not pad images
+    if usable := [entry for entry in artifacts or () if described and entry.get("format", "onnx") in TEMPLATES]:
         parts.append("## Use it without vitcompress")
         for entry in sorted(usable, key=lambda entry: is_dense(entry["file"])):
             parts += [f"### {escape_markdown(entry['file'])}", f"```python\n{snippet(model['input'], entry)}```"]
