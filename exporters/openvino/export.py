@@ -47,14 +47,11 @@ def export(
     Inputs and outputs are those of the ONNX file; see `onnx.export`. The metadata are also in the IR's `rt_info`.
 
     Raises:
-        InputError: unsupported options, or a `path` that does not end in .xml.
+        InputError: unsupported options.
         OutputError: the folder cannot be written.
     """
-    options = options or ExportOptions()
+    options, path = options or ExportOptions(), Path(path)
     check_options(options)
-    path = Path(path)
-    if path.suffix != ".xml":
-        raise InputError(f"an OpenVINO model is an .xml file, got {path.name}", hint="use a name such as model.xml")
     with TemporaryDirectory(prefix="vitcompress-") as folder:
         stored = _stored_options(options)
         arguments: dict[str, Any] = {"options": stored, "reason": REASON, "form": "int32_bias"}
