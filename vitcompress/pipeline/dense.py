@@ -106,16 +106,9 @@ def train_model(
     write_json(record, {**about, "heldout": heldout})
 
 
-def measure_accuracy(job: Job, model: nn.Module, images: Images | None = None) -> Accuracy:
-    """The accuracy of `model` on the held-out images, or on `images`; every process must call this.
-
-    Raises:
-        DataError: there are none.
-    """
-    assert job.data is not None
-    loader = EvalLoader(
-        job.data.heldout if images is None else images, job.input, job.recipe.finetune.batch_size, job.runtime
-    )
+def measure_accuracy(job: Job, model: nn.Module, images: Images) -> Accuracy:
+    """The accuracy of `model` on `images`; every process must call this. Raises DataError if there are none."""
+    loader = EvalLoader(images, job.input, job.recipe.finetune.batch_size, job.runtime)
     accuracy = evaluate(model.to(job.runtime.device).eval(), loader, job.runtime)
     model.cpu()
     return accuracy

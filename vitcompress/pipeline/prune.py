@@ -129,9 +129,9 @@ def train_control(job: Job) -> None:
 def _measure_before(job: Job, dense: nn.Module, pruned: nn.Module) -> None:
     """Record the held-out accuracy just after pruning: the loss that fine-tuning has to recover."""
     assert job.data is not None
-    if not job.data.heldout or job.runtime.broadcast(job.files.before_recovery.is_file()):
+    if not (images := job.data.heldout) or job.runtime.broadcast(job.files.before_recovery.is_file()):
         return
-    accuracies = {name: measure_accuracy(job, model) for name, model in (("dense", dense), ("pruned", pruned))}
+    accuracies = {name: measure_accuracy(job, model, images) for name, model in (("dense", dense), ("pruned", pruned))}
     job.progress.note("held-out top-1: " + ", ".join(f"{name} {accuracy}" for name, accuracy in accuracies.items()))
     if job.runtime.is_main:
         write_json(job.files.before_recovery, {name: accuracy.to_dict() for name, accuracy in accuracies.items()})
