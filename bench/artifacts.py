@@ -40,7 +40,7 @@ WORDS: dict[str, Settings] = {
 }
 ALL = {
     "cuda": ("fp32", "tf32", "fp16", "bf16", "fp16+compile", "bf16+compile", "fp16+graph", "bf16+graph"),
-    "cpu": ("fp32", "bf16"),
+    "cpu": ("fp32", "bf16", "fp32+compile"),
     "mps": ("fp32", "fp16"),
 }
 
@@ -96,8 +96,7 @@ def parse_variants(variants: str, device: str | None) -> dict[str, Settings]:
     if not names:
         raise InputError(f"no variant is named in {variants!r}", hint="as in --variants fp32,fp16+compile, or all")
     if names == ["all"]:
-        extra = ("fp32+compile",) if kind == "cpu" else ()
-        names = [name for name in (*ALL.get(kind, ()), *extra) if "compile" not in name or _has_compiler(kind)]
+        names = [name for name in ALL.get(kind, ()) if "compile" not in name or _has_compiler(kind)]
         names = [name for name in names if kind != "cuda" or _supports(str(device), name)]
     for word in (word for name in names for word in name.split("+")):
         if word not in WORDS:
