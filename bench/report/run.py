@@ -122,12 +122,8 @@ def summary_table(report: records.Report) -> Table:
 
 
 def _count_row(name: str, before: int, after: int, unit: str = "") -> Row:
-    return (
-        name,
-        f"{text.format_count(before, like=after)}{unit}",
-        f"{text.format_count(after, like=before)}{unit}",
-        text.format_change(before, after),
-    )
+    counts = text.format_count(before, like=after), text.format_count(after, like=before)
+    return name, *(f"{count}{unit}" for count in counts), text.format_change(before, after)
 
 
 def _accuracy_rows(report: records.Report) -> Iterator[Row]:
