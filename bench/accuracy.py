@@ -82,10 +82,8 @@ def run(
 ) -> Evaluation:
     """Accuracy of files, run folders and `timm:NAME`s on one test set; later ones are compared with the first.
 
-    Raises:
-        ArtifactError, DeviceError: an artifact cannot run, or has another number of classes than the data.
-        DataError: images are missing or unusable.
-        InputError: no data is named, and no run folder records it.
+    Raises ArtifactError or DeviceError if an artifact cannot run, or has another number of classes than the data,
+    DataError for images that are missing or unusable, and InputError if no data is named, and no run folder records it.
     """
     options, progress = options or EvaluateOptions(), progress or Progress()
     extra = read_benchmarks(options.bench) if options.bench else []
@@ -159,8 +157,8 @@ def _open(artifact: str, classes: Sequence[str], options: EvaluateOptions, stack
 def _compare_classes(artifact: Path, classes: Sequence[str]) -> str:
     """A remark if all classes of the data have other names than those of the artifact, which are then not comparable.
 
-    Raises:
-        ArtifactError: only some names differ, or their order does, so that outputs and labels mean different classes.
+    Raises ArtifactError if only some names differ, or their order does, so that outputs and labels mean different
+    classes.
     """
     own = read_classes(RunFolder(artifact).exported("model", ".onnx") if artifact.is_dir() else artifact)
     if own in (tuple(classes), (), tuple(map(str, range(len(classes))))):  # numbers: exported without names

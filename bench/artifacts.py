@@ -49,11 +49,8 @@ def open_artifacts(
     artifacts: Sequence[str | Path], options: RunnerOptions, variants: str | None, stack: ExitStack
 ) -> dict[Runner, tuple[str | Path, str | None]]:
     """One runner for each artifact, for those that run in torch one per variant; `stack` closes them. Also what each
-    runner is of: (artifact, variant or None).
-
-    Raises:
-        ArtifactError, DeviceError: one of them cannot run with these options.
-        InputError: unknown variants, or a setting that a runtime does not have.
+    runner is of: (artifact, variant or None). Raises ArtifactError or DeviceError if one of them cannot run with these
+    options, and InputError for unknown variants, or a setting that a runtime does not have.
     """
     device = _default_device(artifacts, options.device)
     settings = {} if variants is None else parse_variants(variants, device)

@@ -20,12 +20,9 @@ CHANNELS = (1, 3)  # of images that can be read from a data set
 def resolve_preprocessing(runner: Runner, options: Preprocessing) -> tuple[InputConfig, str]:
     """The preprocessing of `runner`, and a sentence on what was assumed if its artifact does not record it.
 
-    For uint8 input mean is 0 and std is 1: the runner then passes on the bytes of the image.
-
-    Raises:
-        ArtifactError: mean and std are unknown, the options contradict the artifact, or uint8 input whose last
-            dimension cannot be channels.
-        InputError: the number of values is neither 1 nor the number of channels, or a std is not above 0.
+    For uint8 input mean is 0 and std is 1: the runner then passes on the bytes of the image. Raises ArtifactError if
+    mean and std are unknown, the options contradict the artifact, or the last dimension of uint8 input cannot be
+    channels, and InputError if the number of values is neither 1 nor the number of channels, or a std is not above 0.
     """
     values = options.changes_for(runner.input_size[0], runner.name)
     if runner.input is not None:

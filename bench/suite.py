@@ -96,11 +96,8 @@ def run(
 ) -> Bench:
     """Measure files, run folders, `timm:NAME` and `timm-onnx:NAME` interleaved; the first is the base of all ratios.
 
-    settings: fields of BenchOptions that replace those of `options`.
-
-    Raises:
-        ArtifactError, DeviceError: one of the artifacts cannot run with these options; nothing is measured.
-        InputError: invalid options.
+    settings: fields of BenchOptions that replace those of `options`. Raises ArtifactError or DeviceError if one of the
+    artifacts cannot run with these options (nothing is measured), and InputError for invalid options.
     """
     options = replace(options or BenchOptions(), **settings)
     if not artifacts:
@@ -185,10 +182,8 @@ def measure_memory(artifact: str, variant: str | None, options: RunnerOptions, b
     """Peak memory of a process that runs `batch` images through one artifact, in bytes.
 
     process_start_bytes: peak before the artifact was opened (Python and its libraries). process_peak_bytes: peak over
-    the whole life of the process, with weights, images, and libraries such as OpenVINO that opening loads.
-
-    Raises:
-        VitcompressError: the process failed, for example because there is not enough memory.
+    the whole life of the process, with weights, images, and libraries such as OpenVINO that opening loads. Raises
+    VitcompressError if the process failed, for example because there is not enough memory.
     """
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # a fork would start with this process's memory
         try:

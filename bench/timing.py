@@ -58,8 +58,7 @@ PROTOCOLS = {
 def protocol(name: str, **changes: int | None) -> Protocol:
     """A protocol by name, with other values of `batch`, `warmup` or `runs` unless these are None.
 
-    Raises:
-        InputError: an unknown name, or a value that is too small.
+    Raises InputError for an unknown name, or a value that is too small.
     """
     if name not in PROTOCOLS:
         problem = f"there is no protocol {name!r}{did_you_mean(name, PROTOCOLS)}"

@@ -64,9 +64,8 @@ def exported_files(folder: Path, stem: str) -> list[Path]:
 def open_runner(artifact: str | Path, options: RunnerOptions | None = None, **settings: Any) -> Runner:
     """The runner of a file, a run folder or `timm:NAME`; `settings` are fields of RunnerOptions.
 
-    Raises:
-        ArtifactError: a file that is missing, damaged, of an unknown format, or not one of `signed_files`.
-        DeviceError: a device, provider or precision that this machine or this file does not have.
+    Raises ArtifactError for a file that is missing, damaged, of an unknown format, or not one of `signed_files`, and
+    DeviceError for a device, provider or precision that this machine or this file does not have.
     """
     options = replace(options or RunnerOptions(), **settings)
     name, path = str(artifact), Path(artifact)

@@ -84,10 +84,8 @@ class Plan:
     def then(self, later: "Plan") -> "Plan":
         """The composition: this plan, then `later`, whose channels are indices into those that this plan keeps.
 
-        Edits of this plan inside a module that `later` removes are dropped.
-
-        Raises:
-            PlanError: `later` is for another model, or names what this plan removed.
+        Edits of this plan inside a module that `later` removes are dropped. Raises PlanError if `later` is for another
+        model, or names what this plan removed.
         """
         if (later.arch, later.arch_args) != (self.arch, self.arch_args):
             raise PlanError(f"a plan for {later.arch} cannot follow one for {self.arch} with other arguments")

@@ -27,9 +27,7 @@ TITLES: dict[Panel, str] = {"layers": "layers", "widths": "remaining channels, %
 def draw(folders: Sequence[str | Path], into: str | Path) -> list[Path]:
     """Draw run folders into files in `into`: the structure of each run, and the charts of each of its steps.
 
-    Raises:
-        ArtifactError: a folder has no plan; nothing is drawn.
-        MissingExtraError: matplotlib is not installed.
+    Raises ArtifactError if a folder has no plan (nothing is drawn), and MissingExtraError without matplotlib.
     """
     paths = []
     distinct = list(dict.fromkeys(map(Path, folders)))

@@ -17,11 +17,7 @@ Row = Mapping[str, Any]  # a row of a study, see pipeline.study.results
 
 
 def draw(study: Row, into: Path) -> list[Path]:
-    """Draw the content of a study.json into the folder `into`.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """Draw the content of a study.json into the folder `into`. Raises MissingExtraError without matplotlib."""
     paths = [save_figure(accuracy_figure(study), into / "accuracy.png")]
     structures: dict[str, list[Structure]] = {}
     for run in study["runs"]:

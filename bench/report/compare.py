@@ -118,8 +118,7 @@ def points(runs: Mapping[str, Report]) -> list[Point]:
 def plot(runs: Mapping[str, Report], path: Path) -> Path:
     """Plot accuracy against speed-up with their intervals to `path` (.png, .svg or .pdf): runs and dense models.
 
-    Raises:
-        InputError: no run has both an accuracy and a speed, or `path` has another suffix.
+    Raises InputError if no run has both an accuracy and a speed, or `path` has another suffix.
     """
     check_path(path)
     shown = points(runs)

@@ -45,10 +45,7 @@ def export(
     """Write `model` to `path` (.xml), its weights beside it (.bin) and its sidecar. On failure nothing is left behind.
 
     Inputs and outputs are those of the ONNX file; see `onnx.export`. The metadata are also in the IR's `rt_info`.
-
-    Raises:
-        InputError: unsupported options.
-        OutputError: the folder cannot be written.
+    Raises InputError for unsupported options, and OutputError if the folder cannot be written.
     """
     options, path = options or ExportOptions(), Path(path)
     check_options(options)

@@ -30,11 +30,8 @@ def calibrate(source: Path, images: Tensor, precision: EightBits, method: Calibr
 
     method: `minmax`, the largest magnitude; `percentile`, without the largest 0.01 % of the values; `entropy`, the
     least KL divergence of the quantised values (Migacz, 8-bit inference with TensorRT, GTC 2017); `mse`, their least
-    squared error.
-
-    Raises:
-        InputError: no images, images of another size, or images of a single colour, which show nothing.
-        PrecisionError: a value inside the model is not finite.
+    squared error. Raises InputError for no images, images of another size, or images of a single colour, which show
+    nothing, and PrecisionError if a value inside the model is not finite.
     """
     from onnxruntime.quantization.calibrate import HistogramCollector
 

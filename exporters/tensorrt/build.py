@@ -33,12 +33,9 @@ class Built(NamedTuple):
 def build(flavour: Flavour, onnx: Path, size: Sequence[int], options: ExportOptions, progress: Progress) -> Built:
     """Build an engine from `onnx`, whose input images have the shape `size`.
 
-    options: their `sm` are the targets of TensorRT for RTX; TensorRT builds for the GPU of this machine.
-
-    Raises:
-        MissingExtraError: the library is not installed.
-        VitcompressError: the library does not support the graph (the message names the node) or cannot build it.
-        KeyboardInterrupt: Ctrl-C; the build has been cancelled.
+    options: their `sm` are the targets of TensorRT for RTX; TensorRT builds for the GPU of this machine. Raises
+    MissingExtraError without the library, VitcompressError if it does not support the graph (the message names the
+    node) or cannot build it, and KeyboardInterrupt after Ctrl-C, which cancels the build.
     """
     library = flavour.load()
     monitor = _create_monitor(library, f"build the {flavour.title} engine", progress)

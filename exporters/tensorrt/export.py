@@ -60,10 +60,8 @@ def export(
 ) -> Exported:
     """Write `model` as an engine to `path`. A failed or interrupted export leaves the previous files unchanged.
 
-    Raises:
-        InputError: unsupported options, or a missing library or GPU.
-        VitcompressError: the library does not support the graph or cannot build it.
-        OutputError: the folder cannot be written, or the disk is full.
+    Raises InputError for unsupported options, or a missing library or GPU, VitcompressError if the library does not
+    support the graph or cannot build it, and OutputError if the folder cannot be written.
     """
     options, path = options or ExportOptions(), Path(path)
     check_options(flavour, options)

@@ -14,10 +14,8 @@ def find_by_name(
 ) -> T:
     """The object called `name`: from `table`, or from an entry point in `vitcompress.<group>`. An object is returned
     unchanged. what, others, hint: for the error: the kind of object, other names that are allowed, the next step, in
-    which `{names}` becomes the names in the table and in installed packages.
-
-    Raises:
-        InputError: there is none, or the entry point does not load, or is of another type than those in the table.
+    which `{names}` becomes the names in the table and in installed packages. Raises InputError if there is none, or the
+    entry point does not load, or is of another type than those in the table.
     """
     if not isinstance(name, str):
         return name

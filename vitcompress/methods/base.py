@@ -245,8 +245,7 @@ class Context:
     def memo(self, name: str, compute: Callable[[], Any]) -> Any:
         """The JSON data of `compute()`, computed once and kept in `folder` as `name`.json; every process gets the same.
 
-        Raises:
-            VitcompressError: a second call with this name, which would return the data of the first.
+        Raises VitcompressError for a second call with this name, which would return the data of the first.
         """
         if name in self._names:
             raise VitcompressError(f"two values of one step are called {name!r}", hint="use a name for each")

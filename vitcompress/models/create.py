@@ -70,11 +70,8 @@ def create_model(
     weights: `random` (from `seed`), `hub` (timm's pretrained weights, needs a network) or a file (.safetensors, .pth;
     averaged weights of a training checkpoint are preferred, as in timm). Position embeddings and relative position
     tables are resampled to the input size. new_head: accept weights with another number of classes and start with a
-    random classifier.
-
-    Raises:
-        InputError: unknown architecture, or arguments that it does not accept.
-        WeightsError: the weights are not available, or belong to another model.
+    random classifier. Raises InputError for an unknown architecture, or arguments that it does not accept, and
+    WeightsError for weights that are not available, or belong to another model.
     """
     args: dict[str, Any] = dict(arch_args or {})
     with torch.random.fork_rng(devices=[]):

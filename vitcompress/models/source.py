@@ -90,12 +90,10 @@ def resolve_model(
 ) -> ResolvedModel:
     """Complete the arguments of a recipe with what its weights state.
 
-    args: of the recipe; they decide what the weights leave open. preprocessing: the user's values.
-    classes: number of classes of the data; None: that of the weights. class_names: the user's.
-
-    Raises:
-        InputError: timm cannot build the model, or `class_names` has another length.
-        WeightsError: the weights cannot be read, or contradict `args`, or are of another architecture.
+    args: of the recipe; they decide what the weights leave open. preprocessing: the user's values. classes: number of
+    classes of the data; None: that of the weights. class_names: the user's. Raises InputError if timm cannot build the
+    model, or `class_names` has another length, and WeightsError for weights that cannot be read, contradict `args`, or
+    are of another architecture.
     """
     if arch.startswith(HUB):
         arch, weights = "", arch if str(weights) == "hub" else weights
@@ -224,8 +222,7 @@ def load_class_names(path: Path) -> tuple[str, ...]:
 def create_named(text: str, weights: str | Path = "random") -> nn.Module:
     """The model `NAME` or `NAME?img_size=48&depth=2`, with arguments of timm, completed by `resolve_model`.
 
-    Raises:
-        InputError, WeightsError: as `resolve_model` and `create_model`.
+    Raises as `resolve_model` and `create_model`.
     """
     name, _, query = text.partition("?")
     resolved = resolve_model(name, decode_json_values(dict(parse_qsl(query, keep_blank_values=True))), weights)

@@ -96,8 +96,7 @@ class WeightFile:
 def open_weights(weights: str | Path) -> WeightFile:
     """Read a checkpoint, a Hugging Face folder, or a model of Hugging Face's hub, which is downloaded.
 
-    Raises:
-        WeightsError: there are no weights of such a format at `weights`.
+    Raises WeightsError if there are no weights of such a format at `weights`.
     """
     name, path, file = _locate(str(weights))
     config, processor = (_table(read_json(path / n) if (path / n).is_file() else {}) for n in (CONFIG, PROCESSOR))

@@ -212,8 +212,7 @@ def teacher_for(job: Job, dense: nn.Module) -> nn.Module | None:
 def _load_teacher(job: Job) -> nn.Module | None:
     """The model of a run folder or a timm name; None if the teacher is the dense model, which the caller has.
 
-    Raises:
-        InputError: the teacher is not available, or has another number of classes.
+    Raises InputError if the teacher is not available, or has another number of classes.
     """
     name = job.recipe.finetune.teacher
     if name in (None, "dense"):

@@ -66,10 +66,8 @@ class DryRun:
 def dry_run_recipe(recipe: Recipe, options: RunOptions, *, check: bool = False) -> DryRun:
     """Stages with epochs and images, cost before and after, what is missing here, and notes.
 
-    check: load the weights of the dense model and measure its accuracy, if nothing is missing.
-
-    Raises:
-        InputError: the recipe itself cannot work: no such model, or a budget larger than the model.
+    check: load the weights of the dense model and measure its accuracy, if nothing is missing. Raises InputError if the
+    recipe itself cannot work: no such model, or a budget larger than the model.
     """
     recipe = apply_options(recipe, options)
     folder, data, done = options.folder(recipe), None, False

@@ -45,15 +45,9 @@ def export_folder(
 
     A precision other than fp32, and bytes as input, are part of the file's name: `model-fp16-uint8.onnx`. Both always
     are, as in `model-fp32-float32.onnx`, if a recipe wrote another precision or input to `model.onnx`. dense: write the
-    model before pruning, to `dense.<suffix>`. traces: of earlier exports of the same model.
-
-    Raises:
-        InputError: an unknown format, one that this machine cannot write, unsupported options, a name for another
-            format or model, or that of a file of another precision or input.
-        ArtifactError: not a finished run folder, or the dense model is missing.
-        PrecisionError: a result inside the model is too large for fp16, on the images of the folder; nothing was
-            written.
-        CheckFailedError: with no set of fp32 layers the outputs agree.
+    model before pruning, to `dense.<suffix>`. traces: of earlier exports of the same model. Raises InputError for a
+    format or options that are not supported here, and for the name of a file of another format, model, precision or
+    input; ArtifactError without a finished run or the dense model; and as `write_export`.
     """
     files, options = RunFolder(folder), options or ExportOptions()
     exporter = available_exporter(name, hint="`vitcompress doctor` lists what this machine can export")

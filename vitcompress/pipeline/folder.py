@@ -109,10 +109,8 @@ def nearest_existing(folder: Path) -> Path:
 def lock_folder(folder: Path, progress: Progress | None = None) -> Iterator[None]:
     """Lock `folder` for this process. The operating system releases the lock when the process ends.
 
-    progress: reports that this process waits for another one; None does not wait.
-
-    Raises:
-        OutputError: another process uses the folder, and `progress` is None.
+    progress: reports that this process waits for another one; None does not wait. Raises OutputError if another process
+    uses the folder, and `progress` is None.
     """
     lock = FileLock(RunFolder(folder).lock)
     with convert_write_errors(folder):
@@ -133,8 +131,8 @@ def lock_folder(folder: Path, progress: Progress | None = None) -> Iterator[None
 def open_folder(folder: Path, recipe: Recipe, *, structure_only: bool, fresh: bool) -> Iterator[None]:
     """Lock `folder` and write recipe.toml; with `fresh`, first remove the files of an earlier run.
 
-    Raises:
-        OutputError: another process uses the folder, or has used it since `check_folder`; nothing in it was changed.
+    Raises OutputError if another process uses the folder, or has used it since `check_folder`; nothing in it was
+    changed.
     """
     files, text = RunFolder(folder), recipe_text(recipe, structure_only=structure_only)
     with lock_folder(files.state):

@@ -64,11 +64,9 @@ class RunOptions:
 def apply_options(recipe: Recipe, options: RunOptions, data: Splits | None = None) -> Recipe:
     """`recipe` with `options`, as the run folder records it.
 
-    data: images from Python; recorded by name and counts, so that a folder of other images is not continued.
-
-    Raises:
-        InputError: the weights must be trained, and the recipe does not tell how; a control without training; no
-            accuracy can be as expected.
+    data: images from Python; recorded by name and counts, so that a folder of other images is not continued. Raises
+    InputError if the weights must be trained and the recipe does not tell how, for a control without training, and if
+    no accuracy can be as expected.
     """
     if options.control and options.structure_only:
         raise InputError("--control trains a model, --structure-only trains nothing", hint="leave one of them out")
@@ -207,9 +205,8 @@ def create_job(
 ) -> Job:
     """The job of `recipe`, which has `options` applied. Builds the models of all steps, without weights.
 
-    Raises:
-        InputError: timm cannot build the model, it cannot classify images, or no family supports it.
-        PlanError: a step requests more than the model has.
+    Raises InputError if timm cannot build the model, it cannot classify images, or no family supports it, and PlanError
+    if a step requests more than the model has.
     """
     resolved, problem = _resolve(recipe, options, data)
     blank = model = create_blank(resolved.arch, resolved.arch_args)

@@ -25,11 +25,8 @@ ANY_STEP = {"step": [{"method": "fold"}]}  # for recipes whose steps do not matt
 def load_recipe(source: str, sets: Sequence[str] = (), model: str | None = None) -> Recipe:
     """Read a recipe by name or from a file, apply `sets` (`table.key=value`) and validate it.
 
-    model: an architecture to use instead of the recipe's, whose arguments do not apply to it.
-
-    Raises:
-        RecipeError: with all problems.
-        InputError: no such recipe; names the nearest.
+    model: an architecture to use instead of the recipe's, whose arguments do not apply to it. Raises RecipeError with
+    all problems, and InputError, which names the nearest, if there is no such recipe.
     """
     name, data = read_table("recipe", source)
     data = {"name": name, **data}

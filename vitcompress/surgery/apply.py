@@ -22,11 +22,9 @@ def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:
     """Edit `model` in place as `plan` says and return it.
 
     Folding multiplies the current weights; if weights are loaded afterwards, only shapes matter. The attribute
-    `model.plan` is deleted, because it no longer describes the model.
-
-    Raises:
-        PlanError: the plan does not fit the model. All contradictions are listed, and nothing was edited.
-        UnsupportedModelError: no family supports the model, or its channels cannot be masked.
+    `model.plan` is deleted, because it no longer describes the model. Raises PlanError, with all contradictions, if the
+    plan does not fit the model; nothing was edited. Raises UnsupportedModelError if no family supports the model, or
+    its channels cannot be masked.
     """
     family = family_of(model)
     family.prepare(model)

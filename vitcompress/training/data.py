@@ -50,9 +50,8 @@ class Splits:
 def open_data(options: DataOptions, seed: int) -> Splits:
     """Open all parts of the data set; `seed` selects the held-out part of the training images.
 
-    Raises:
-        DataError: missing folders, empty class folders, one class only, broken images, too few images.
-        MissingExtraError: the digits without scikit-learn.
+    Raises DataError for missing folders, empty class folders, one class only, broken or too few images, and
+    MissingExtraError for the digits without scikit-learn.
     """
     data = _open(options)
     _check_classes(data.name, data.classes, data.train)

@@ -40,11 +40,8 @@ def train(
     """Train `module` in place; it ends in eval mode with the selected weights.
 
     module: a timm model, or a wrapper with one as `.model` (DDP wraps the outer one). heldout_set: evaluated after
-    epochs; None or empty for none.
-
-    Raises:
-        InputError: options that contradict the data, the model, the processes or an earlier state in `at.folder`.
-        VitcompressError: the loss is no longer finite.
+    epochs; None or empty for none. Raises InputError for options that contradict the data, the model, the processes or
+    an earlier state in `at.folder`, and VitcompressError if the loss is no longer finite.
     """
     controls = controls or TrainingControls()
     check_options(options, train_set, heldout_set, at.input, at.runtime)

@@ -58,12 +58,9 @@ def verify_folder(
     images: (count, channels, height, width), normalised. The folder keeps them and their outputs, for later calls
     without images. Without any, noise is used. dense: folder of the model before pruning, which dense.onnx is compared
     with; None: the one inside the run folder. adopt: if no check fails, write a manifest of all files. Where signatures
-    are required, nothing is written.
-
-    Raises:
-        ArtifactError, PlanError, WeightsError: not a run folder, or a damaged one.
-        InputError: its manifest has a newer format.
-        OutputError: verify.json cannot be written. A folder that was verified before may be read-only.
+    are required, nothing is written. Raises ArtifactError, PlanError or WeightsError if it is no run folder, or a
+    damaged one, InputError if its manifest has a newer format, and OutputError if verify.json cannot be written; a
+    folder that was verified before may be read-only.
     """
     files = RunFolder(Path(folder))
     if not files.path.exists():

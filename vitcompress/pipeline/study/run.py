@@ -77,9 +77,8 @@ class StudyDryRun:
 def run_study(study: Study, options: StudyOptions, progress: Progress | None = None) -> dict[str, Any]:
     """Train and measure what is missing, write tables and plots. Returns the content of study.json.
 
-    Raises:
-        InputError: the input is wrong; nothing was written.
-        VitcompressError: some runs failed; the others are done, and the same call continues.
+    Raises InputError if the input is wrong; nothing was written. Raises VitcompressError if some runs failed; the
+    others are done, and the same call continues.
     """
     progress = progress or Progress()
     runs, folder = options.runs(study), options.folder(study)
@@ -106,8 +105,7 @@ def dry_run_study(
 ) -> StudyDryRun:
     """Cost and epochs of every row, and what is missing here. Writes nothing. runs: those to check; default: all.
 
-    Raises:
-        InputError: a row that cannot work, or a protocol that measures nothing.
+    Raises InputError for a row that cannot work, or a protocol that measures nothing.
     """
     runs, progress = options.runs(study) if runs is None else runs, progress or Progress()
     timing.protocol(study.speed.protocol, **study.speed.changes)
@@ -151,8 +149,7 @@ Outcome = tuple[Run, float, str | None]  # a run, its duration in seconds, and t
 def execute_runs(runs: Sequence[Run], jobs: int, progress: Progress) -> None:
     """Run what is not done, `jobs` runs at a time. A run that fails does not stop the others.
 
-    Raises:
-        VitcompressError: some runs failed; names them with the reason.
+    Raises VitcompressError, with names and reasons, if some runs failed.
     """
     waiting = [run for run in runs if not run.is_done]
     if len(waiting) < len(runs):

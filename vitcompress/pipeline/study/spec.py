@@ -96,9 +96,7 @@ class Run:
 def load_study(source: str, sets: Sequence[str] = (), rows: Sequence[str] = ()) -> Study:
     """Read a study by name or from a file, apply `sets` (`table.key=value`), and select `rows`; all if empty.
 
-    Raises:
-        RecipeError: with every mistake.
-        InputError: no such study or row; with the nearest names.
+    Raises RecipeError with every mistake, and InputError, with the nearest names, if there is no such study or row.
     """
     name, data = read_table("study", source)
     other = read_table("study", data["like"])[1] if isinstance(data.get("like"), str) else {}
