@@ -15,7 +15,7 @@ from vitcompress.errors import ArtifactError, InputError, OutputError, PlanError
 from vitcompress.io.tensors import save_tensors
 from vitcompress.models.checkpoint import write_model
 from vitcompress.models.create import create_model
-from vitcompress.pipeline.folder import HEADER, difference, lock_folder, open_folder, recipe_text
+from vitcompress.pipeline.folder import HEADER, claim_folder, difference, open_folder, recipe_text
 from vitcompress.pipeline.job import RunOptions
 from vitcompress.pipeline.run import run_recipe
 from vitcompress.plan import Plan
@@ -76,7 +76,7 @@ def test_two_runs_do_not_share_a_folder(small: Path, fresh: bool) -> None:
     """The second one changes nothing, not even unfinished files of the first one."""
     (small / "run" / "report.json").unlink()
     (small / "run" / "state" / ".a.json.12345678.part").write_text("half")
-    with lock_folder(small / "run" / "state"):
+    with claim_folder(small / "run" / "state"):
         before = unlocked(small)
         with pytest.raises(OutputError, match="another process is working in"):
             world.run(small, *world.BARE, text=SMALL, fresh=fresh)

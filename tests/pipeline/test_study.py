@@ -25,7 +25,7 @@ from vitcompress.exporters.sidecar import read_sidecar
 from vitcompress.io.files import read_json
 from vitcompress.models.checkpoint import load_model
 from vitcompress.models.create import input_config
-from vitcompress.pipeline.folder import lock_folder
+from vitcompress.pipeline.folder import claim_folder
 from vitcompress.pipeline.study import results
 from vitcompress.pipeline.study.run import StudyOptions, run_study
 from vitcompress.pipeline.study.spec import load_study
@@ -223,7 +223,7 @@ def test_other_folders_are_rejected(tiny: Path, whole: tuple[Path, dict[str, Any
     (tmp_path / "full" / "file").touch()
     with pytest.raises(OutputError, match="not empty and not the folder of a study"):
         run_study(load_study(str(tiny)), StudyOptions(tmp_path / "full", seeds=1))
-    with lock_folder(folder), pytest.raises(OutputError, match="another process is working in"):
+    with claim_folder(folder), pytest.raises(OutputError, match="another process is working in"):
         run_study(load_study(str(tiny)), StudyOptions(folder, seeds=1))
 
 

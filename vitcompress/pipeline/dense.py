@@ -16,7 +16,7 @@ from vitcompress.io.text import describe_value
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.create import check_arguments, create_model, randomize_constants
 from vitcompress.models.weights import hub_classes, read_source
-from vitcompress.pipeline.folder import lock_folder, record_settings, remove_unfinished
+from vitcompress.pipeline.folder import claim_folder, record_settings, remove_unfinished
 from vitcompress.pipeline.job import Job
 from vitcompress.training.datasets import Images, few
 from vitcompress.training.loaders import EvalLoader
@@ -29,7 +29,7 @@ from vitcompress.training.trainer import TrainingContext, TrainingControls
 
 def create_dense(job: Job) -> None:
     """Train the dense model, or create it with the recipe's weights, unless another run does so at the same time."""
-    with lock_folder(job.dense_folder, job.progress) if job.runtime.is_main else nullcontext():
+    with claim_folder(job.dense_folder, job.progress) if job.runtime.is_main else nullcontext():
         if job.runtime.broadcast(RunFolder(job.dense_folder).plan.is_file()):  # another run was faster
             return
         if job.runtime.is_main:

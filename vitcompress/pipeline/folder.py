@@ -106,8 +106,8 @@ def nearest_existing(folder: Path) -> Path:
 
 
 @contextmanager
-def lock_folder(folder: Path, progress: Progress | None = None) -> Iterator[None]:
-    """Lock `folder` for this process. The operating system releases the lock when the process ends.
+def claim_folder(folder: Path, progress: Progress | None = None) -> Iterator[None]:
+    """Lock `folder` for the work of this process. The operating system releases the lock when the process ends.
 
     progress: reports that this process waits for another one; None does not wait. Raises OutputError if another process
     uses the folder, and `progress` is None.
@@ -135,7 +135,7 @@ def open_folder(folder: Path, recipe: Recipe, *, structure_only: bool, fresh: bo
     changed.
     """
     files, text = RunFolder(folder), recipe_text(recipe, structure_only=structure_only)
-    with lock_folder(files.state):
+    with claim_folder(files.state):
         _check_content(files, text, fresh)
         for path in files.run_files() if fresh else ():
             _remove(path)

@@ -17,7 +17,7 @@ from vitcompress.errors import InputError, MissingExtraError, OutputError, Vitco
 from vitcompress.io.files import read_json, write_json
 from vitcompress.io.progress import Progress
 from vitcompress.pipeline.dry_run import dry_run_recipe
-from vitcompress.pipeline.folder import ELSEWHERE, check_folder, lock_folder
+from vitcompress.pipeline.folder import ELSEWHERE, check_folder, claim_folder
 from vitcompress.pipeline.job import RunOptions
 from vitcompress.pipeline.run import run_recipe
 from vitcompress.pipeline.study.results import measure_speed, write_results
@@ -88,7 +88,7 @@ def run_study(study: Study, options: StudyOptions, progress: Progress | None = N
         check_named(run.recipe.data)
     if missing := dry_run_study(study, options, progress, remaining).missing:
         raise InputError("; ".join(missing), hint="`vitcompress study NAME --dry-run` shows what a study needs")
-    with lock_folder(folder):
+    with claim_folder(folder):
         write_json(folder / MARK, {"study": study.name})
         execute_runs(runs, options.jobs, progress)
         speed = measure_speed(folder, study, runs, options.speed, progress)
