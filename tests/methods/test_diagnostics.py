@@ -32,7 +32,7 @@ def test_gradient_is_what_closing_the_gate_a_little_does(tmp_path: Path) -> None
     assert [(row["kind"], row["index"]) for row in rows] == [
         (k, i) for k in ("attention", "activation") for i in range(3)
     ]
-    assert all(row["rms"] >= row["magnitude"] * (1 - 1e-9) >= abs(row["mean"]) * (1 - 1e-9) for row in rows)
+    assert all(row["magnitude"] * (1 + 1e-9) >= abs(row["mean"]) for row in rows)
     ((pixels, targets),) = calibration_images(about, 30)
     sites = depth.all_layers(vit, about.family)
     probe = depth.gate_layers(vit.double(), about, sites, BUDGET).eval()

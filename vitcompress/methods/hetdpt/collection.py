@@ -198,25 +198,22 @@ class Collector:
 
 
 def gradient_disparity(model: nn.Module, context: Context, options: AllocationOptions) -> list[Record]:
-    """Mean, mean magnitude and root mean square of d loss / d m over batches of `te.images`, one row per layer.
+    """Mean and mean magnitude of d loss / d m over batches of `te.images`, one row per layer.
 
     Observation 1 (BoundaryDPT, appendix I): with one interpolation scalar m = 1 per layer, |d loss / d m| of
     activations exceeds that of attentions. d loss / d m = sum(delta * (branch - its replacement)). The loss is plain
     cross entropy; nothing is trained.
     """
     gated = gate_layers(model, context, all_layers(model, context.family), options).eval()
-    sums = torch.zeros(3, len(gated.sites), dtype=torch.float64)
+    sums = torch.zeros(2, len(gated.sites), dtype=torch.float64)
     batches = torch.zeros((), dtype=torch.float64)
     for inputs, targets in calibration_images(context, options.te.images):
         loss = functional.cross_entropy(gated(inputs), targets)
         gradient = torch.stack(torch.autograd.grad(loss, list(gated.scores))).detach().cpu().double()
-        sums += torch.stack([gradient.abs(), gradient, gradient**2])
+        sums += torch.stack([gradient.abs(), gradient])
         batches += 1
-    magnitude, mean, square = (context.runtime.all_sum(sums) / context.runtime.all_sum(batches)).tolist()
-    rows = [
-        {**_identify(site), "magnitude": magnitude[i], "mean": mean[i], "rms": square[i] ** 0.5}
-        for i, site in enumerate(gated.sites)
-    ]
+    magnitude, mean = (context.runtime.all_sum(sums) / context.runtime.all_sum(batches)).tolist()
+    rows = [{**_identify(site), "magnitude": magnitude[i], "mean": mean[i]} for i, site in enumerate(gated.sites)]
     return sorted(rows, key=lambda row: KINDS.index(row["kind"]))
 
 
