@@ -148,14 +148,14 @@ def estimate(model: nn.Module, family: Family, options: Options) -> list[Estimat
 
 def describe(options: Options) -> StepInfo:
     """Published lists, or the search, which trains copies of the model."""
+    reason = f"layers is {options.layers!r}"
+    if options.layers == "published":
+        tables = ("search",) if options.diagnostics else ("te", "collection", "search")
+        return StepInfo(PUBLISHED, uses_heldout=options.diagnostics, unused=dict.fromkeys(tables, reason))
     listed = options.example_attention or options.example_activation
-    searched = replace(TRAINED, unscored="an example in the recipe") if listed else TRAINED
-    published = options.layers == "published"
-    lists, tables = ("published_attention", "published_activation"), ("te", "collection", "search")
-    names = lists if not published else ("search",) if options.diagnostics else tables
-    unused = dict.fromkeys(names, f"layers is {options.layers!r}")
-    choice = PUBLISHED if published else searched
-    return StepInfo(choice, uses_heldout=not published or options.diagnostics, unused=unused)
+    choice = replace(TRAINED, unscored="an example in the recipe") if listed else TRAINED
+    unused = dict.fromkeys(("published_attention", "published_activation"), reason)
+    return StepInfo(choice, uses_heldout=True, unused=unused)
 
 
 def _listed(options: Options, which: Literal["published", "example"]) -> Blocks:
