@@ -152,10 +152,8 @@ def read_reports(folders: Sequence[str], bench: Path | None, progress: Progress)
     their files come before those in the folders.
     """
     extra = reports.read_benchmarks(bench, BenchRecord) if bench else []
-    runs: dict[str, Report] = {
-        folder: reports.read_report(Path(folder)) for folder in folders
-    }  # all, or nothing changes
-    for folder in folders:
+    runs: dict[str, Report] = {folder: reports.read_report(Path(folder)) for folder in folders}
+    for folder in folders:  # after all were read: if one cannot be used, nothing changes
         report = refresh_report(Path(folder), progress)
         own = match_rows(extra, list_names(Path(folder), report)) if extra else []
         runs[folder] = {**report, "bench": [*own, *(report.get("bench") or ())] or None}
