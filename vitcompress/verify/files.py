@@ -140,29 +140,24 @@ def graph_checks(model: nn.Module, digest: str, path: Path, name: str) -> list[C
     sizes = Counter(format_shape(file.weight_key(layer.weight.shape)) for layer in layers)
     stored, nodes = Counter(map(format_shape, facts.weights)), Counter(facts.operators)
     attentions = {space.attention for space in family_of(model).spaces(model) if space.attention}
-    expected = {
-        "attentions": len(attentions),
-        "GELUs": sum(isinstance(module, nn.GELU) for module in model.modules()),
-        "LayerNorms": sum(isinstance(module, nn.LayerNorm) for module in model.modules()),
+    counts = {  # in torch, in the file
+        "attentions": (len(attentions), nodes["Softmax"] + nodes["Attention"]),
+        "GELUs": (sum(isinstance(module, nn.GELU) for module in model.modules()), nodes["Gelu"]),
+        "LayerNorms": (sum(isinstance(m, nn.LayerNorm) for m in model.modules()), nodes["LayerNormalization"]),
     }
-    actual = {
-        "attentions": nodes["Softmax"] + nodes["Attention"],
-        "GELUs": nodes["Gelu"],
-        "LayerNorms": nodes["LayerNormalization"],
-    }
+    shapes = {shape: (sizes[shape], stored[shape]) for shape in sizes | stored}
     problems = {
         "idle": ([*facts.no_work, *zeros], "no Identity, no Dropout, no product with zero"),
-        "shapes": (_differences(sizes, stored), "all weights have their sizes in torch"),
-        "layers": (_differences(expected, actual), "as many attentions, GELUs and norms as in torch"),
+        "shapes": (_differences(shapes), "all weights have their sizes in torch"),
+        "layers": (_differences(counts), "as many attentions, GELUs and norms as in torch"),
         "plan": (other, f"plan {digest[:12]}"),
     }
     return [problem_check(f"{name}.{kind}", wrong, detail) for kind, (wrong, detail) in problems.items()]
 
 
-def _differences(expected: Mapping[str, int], actual: Mapping[str, int]) -> list[str]:
+def _differences(counts: Mapping[str, tuple[int, int]]) -> list[str]:
     """What the file has more or less often than the model."""
-    names = (name for name in {**expected, **actual} if actual.get(name, 0) != expected.get(name, 0))
-    return [f"{name}: {actual.get(name, 0)} in the file, {expected.get(name, 0)} in torch" for name in names]
+    return [f"{name}: {stored} in the file, {own} in torch" for name, (own, stored) in counts.items() if stored != own]
 
 
 def file_status(path: Path, checks: Sequence[Check]) -> Status:
