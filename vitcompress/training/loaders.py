@@ -17,7 +17,8 @@ from timm.data.loader import PrefetchLoader, fast_collate
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from vitcompress.errors import DataError, InputError
+from vitcompress.errors import DataError, InputError, first_line
+from vitcompress.io.tensors import LIBRARY_ERRORS
 from vitcompress.models.create import InputConfig
 from vitcompress.training.datasets import Images, as_images, check_labels, is_map_style
 from vitcompress.training.distributed import Runtime, derived_seed
@@ -210,7 +211,11 @@ def image_transform(input: InputConfig, augmentation: Augmentation | None = None
         settings = {"hflip": a.hflip, "scale": a.scale, "ratio": a.ratio, "no_aug": a.no_aug}
         settings |= {"auto_augment": a.auto_augment, "color_jitter": a.color_jitter or None}
     pixels = {"interpolation": input.interpolation, "mean": input.mean, "std": input.std}
-    transform: Any = create_transform(input.size, bool(a), use_prefetcher=True, **pixels, **settings)
+    try:
+        transform: Any = create_transform(input.size, bool(a), use_prefetcher=True, **pixels, **settings)
+    except LIBRARY_ERRORS as error:  # of timm's parser of policies
+        message = f"timm cannot create these transforms of images: {first_line(error)}"
+        raise InputError(message, hint="correct auto_augment, as in rand-m9-mstd0.5-inc1") from error
     # Posterize in RandAugment, AugMix (`ops`) and AutoAugment (`policy`) may keep no bit, which Pillow rejects.
     for step in getattr(transform, "transforms", ()):
         for operation in (*getattr(step, "ops", ()), *chain(*getattr(step, "policy", ()))):
