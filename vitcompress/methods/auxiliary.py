@@ -32,9 +32,8 @@ def recover(model: nn.Module, context: Context, options: RecoverOptions) -> Plan
 
 def recovery_settings(base: TrainOptions, options: RecoverOptions) -> TrainOptions:
     """The options of [finetune], `base`, with those of the step. Raises PlanError for an option without effect."""
-    taught = base.distillation
-    unused = {"alpha": taught == "none", "teacher_smoothing": taught != "hard"}
-    reject_unused(options, {name: no and f"finetune.distillation is {taught!r}" for name, no in unused.items()})
+    kind, reason = base.distillation, f"finetune.distillation is {base.distillation!r}"
+    reject_unused(options, {"alpha": kind == "none" and reason, "teacher_smoothing": kind != "hard" and reason})
     own: dict[str, Any] = {name: value for name, value in vars(options).items() if value is not None}
     return replace(base, **own | ({"lr_base": None} if options.lr is not None else {}))
 

@@ -133,8 +133,8 @@ class Goal:
 
     def __str__(self) -> str:
         """`5 ms on onnxruntime, batch 1`"""
-        batch, threads = (self.batch and f", batch {self.batch}"), (self.threads and f", threads {self.threads}")
-        return f"{self.ms:g} ms on {self.runtime}{batch or ''}{threads or ''}"
+        settings = {"batch": self.batch, "threads": self.threads}
+        return ", ".join([f"{self.ms:g} ms on {self.runtime}", *(f"{k} {v}" for k, v in settings.items() if v)])
 
 
 @dataclass(frozen=True)
@@ -203,10 +203,9 @@ def seal(folder: Path) -> None:
 def check_sealed(folder: Path) -> None:
     """Raise ArtifactError if the weights that a finished step handed over were changed or deleted."""
     changes = find_changed_files(folder / LEFT) if (folder / LEFT).is_file() else {LEFT: f"{LEFT} is missing"}
-    for problem in changes.values():
-        raise ArtifactError(
-            f"{folder} was changed after its step: {problem}", hint="restore the file, or start over with --fresh"
-        )
+    if changes:
+        message = f"{folder} was changed after its step: {next(iter(changes.values()))}"
+        raise ArtifactError(message, hint="restore the file, or start over with --fresh")
 
 
 def load_handed_over(model: nn.Module, folder: Path, plan: Plan, runtime: Runtime) -> None:
