@@ -234,14 +234,9 @@ def resolve_precision(path: Path, stored: Any, requested: str | None, provider: 
     raise DeviceError(f"{path} runs in {shown}, but the precision is {requested}", hint=remedy)
 
 
-def node_assignment(session: Any) -> dict[str, set[str]]:
-    """Provider -> operators that it runs. The session must record its assignment."""
-    operators: dict[str, set[str]] = {}
+def assigned_operators(session: Any, provider: str) -> tuple[set[str], set[str]]:
+    """The operators that `provider` runs, and those that others run. The session must record its assignment."""
+    own, others = set[str](), set[str]()
     for part in session.get_provider_graph_assignment_info():
-        operators.setdefault(part.ep_name, set()).update(node.op_type for node in part.get_nodes())
-    return operators
-
-
-def misplaced_nodes(operators: dict[str, set[str]], provider: str) -> list[str]:
-    """Heavy operators that another provider than `provider` runs."""
-    return sorted({kind for name, kinds in operators.items() if name != provider for kind in kinds} & HEAVY)
+        (own if part.ep_name == provider else others).update(node.op_type for node in part.get_nodes())
+    return own, others

@@ -117,16 +117,16 @@ class OnnxRunner(Runner):
         name = self._provider.name
         if name == CPU:
             return []
-        operators = providers.node_assignment(self.session)
-        if heavy := providers.misplaced_nodes(operators, name):
+        own, others = providers.assigned_operators(self.session, name)
+        if heavy := sorted(others & providers.HEAVY):
             raise DeviceError(
                 f"{name} does not support {', '.join(heavy)} in this model; ONNX Runtime assigned "
                 f"{'it' if len(heavy) == 1 else 'them'} to the CPU",
                 hint="try another --opset, or another provider",
             )
-        if not operators.get(name):
+        if not own:
             raise DeviceError(f"{name} supports no part of this model", hint="use another provider")
-        return sorted({kind for other, kinds in operators.items() if other != name for kind in kinds})
+        return sorted(others)
 
     def __call__(self, images: Tensor) -> Tensor:
         return torch.from_numpy(self._run(self._prepare(images)))
