@@ -147,8 +147,8 @@ def check_options(
         if len(train_set) < options.accumulate:
             message = f"accumulate {options.accumulate} is more than the {len(train_set)} batches of an epoch"
             raise InputError(message, hint="lower accumulate or pass more batches")
-    elif options.epochs:  # the loader checks the augmentation; its device and targets do not matter here
-        on_cpu = replace(runtime, device=torch.device("cpu"))
+    elif options.epochs:  # the loader checks the augmentation; nothing is loaded here
+        on_cpu = replace(runtime, device=torch.device("cpu"), workers=0)
         loader = TrainLoader(train_set, input, options.augmentation, share // options.accumulate, 0, on_cpu, classes=1)
         if len(loader) < options.accumulate:
             images = runtime.world_size * len(loader.sampler)
