@@ -150,6 +150,7 @@ def test_other_folders_are_not_touched(tmp_path: Path, fresh: bool) -> None:
         (["dense.batch_size=1100", "dense.augmentation.repeats=3"], {}, InputError, "more than the 1024 "),
         (["finetune.batch_size=63", "finetune.augmentation.mixup=0.8"], {}, InputError, "mix pairs"),
         (["finetune.augmentation={no_aug=false,auto_augment='rand-x5'}"], {}, InputError, "Unknown RandAugment"),
+        (["finetune.augmentation.reprob=0.5"], {}, InputError, "reprob has no effect: no_aug"),
         (["finetune.teacher=nobody"], {}, InputError, "timm has no model 'nobody'"),
         (["model.name=resnet18", "model.args={}"], {}, InputError, "resnet18|ResNet"),
         ([], {"weights": "nowhere.pth"}, WeightsError, "no weights at nowhere.pth"),

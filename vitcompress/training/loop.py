@@ -147,7 +147,11 @@ def check_options(
         if len(train_set) < options.accumulate:
             message = f"accumulate {options.accumulate} is more than the {len(train_set)} batches of an epoch"
             raise InputError(message, hint="lower accumulate or pass more batches")
-    elif options.epochs:  # the loader checks the augmentation; nothing is loaded here
+    elif options.epochs:
+        if ignored := options.augmentation.ignored:
+            hint = "set augmentation.no_aug to false, or omit the option"
+            raise InputError(f"augmentation.{ignored[0]} has no effect: no_aug is true", hint=hint)
+        # The loader checks the other ones; nothing is loaded here.
         on_cpu = replace(runtime, device=torch.device("cpu"), workers=0)
         loader = TrainLoader(train_set, input, options.augmentation, share // options.accumulate, 0, on_cpu, classes=1)
         if len(loader) < options.accumulate:

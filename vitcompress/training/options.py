@@ -66,6 +66,12 @@ class Augmentation:
     noise: Annotated[float, Ge(0), Doc("standard deviation of Gaussian noise on the normalised pixels")] = 0.0
 
     @property
+    def ignored(self) -> list[str]:
+        """Options that are set and have no effect, because of `no_aug`."""
+        names = ("auto_augment", "color_jitter", "hflip", "scale", "ratio", "reprob", "remode")
+        return [name for name in names if self.no_aug and getattr(self, name) != getattr(type(self), name)]
+
+    @property
     def mixes(self) -> bool:
         """True when images of a batch are mixed, which makes targets soft."""
         return self.mixup > 0 or self.cutmix > 0
