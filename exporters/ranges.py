@@ -1,6 +1,7 @@
 """Measure the magnitudes inside a model on real images, and find what half precision cannot represent."""
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch.utils.module_tracker import ModuleTracker
 from vitcompress.errors import PrecisionError
 from vitcompress.exporters.precision import SOFTMAX, classifier_layers, expand_layers
 from vitcompress.families import family_of
-from vitcompress.models.cost import without_gradients
 from vitcompress.plan import is_within
 
 LARGEST = torch.finfo(torch.float16).max
@@ -39,20 +39,14 @@ class Ranges:
 @torch.no_grad()
 def scan_ranges(model: nn.Module, images: Tensor) -> Ranges:
     """The ranges of `model` in fp32 on normalised `images`, (count, channels, height, width)."""
-    largest = _Largest()
-    hooks = [
+    largest, copy = _Largest(), deepcopy(model).float().requires_grad_(False)  # see `copy_to_meta`
+    for name, module in copy.named_modules():
         module.register_forward_hook(lambda _, args, out, name=name: largest.record_output(name, out))
-        for name, module in model.named_modules()
-    ]
-    try:
-        # The math backend runs attention as separate operations.
-        with without_gradients(model), sdpa_kernel(SDPBackend.MATH), largest.tracker, largest:
-            for chunk in torch.split(images, CHUNK):
-                model(chunk)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    for name, module in model.named_modules():
+    # The math backend runs attention as separate operations.
+    with sdpa_kernel(SDPBackend.MATH), largest.tracker, largest:
+        for chunk in torch.split(images, CHUNK):
+            copy(chunk)
+    for name, module in copy.named_modules():
         for parameter in module.parameters(recurse=False):
             _raise_to(largest.inside, name, parameter)
     return Ranges(largest.inside, largest.outputs)

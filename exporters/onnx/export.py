@@ -39,7 +39,6 @@ from vitcompress.exporters.quantize.smooth import rescale
 from vitcompress.exporters.uint8 import build_deployed, can_fold_normalization, tensors_of
 from vitcompress.families import family_of
 from vitcompress.io.progress import Progress
-from vitcompress.models.cost import without_gradients
 from vitcompress.plan import is_within
 
 INPUT, OUTPUT = "images", "logits"
@@ -194,6 +193,7 @@ def _trace(model: nn.Module, options: ExportOptions, opset: int, about: ModelInf
     if key not in kept:
         channels, height, width = about["input"].size
         module = build_deployed(model, about["input"], options.precision, options.islands, uint8=options.uint8)
+        module.requires_grad_(False)  # otherwise a mask computed from parameters changes the layout of the outputs
         example = torch.zeros(TRACED_BATCH, channels, height, width)
         if options.uint8:
             example = torch.zeros(TRACED_BATCH, height, width, channels, dtype=torch.uint8)
@@ -207,8 +207,7 @@ def _run_exporter(model: nn.Module, example: Tensor, opset: int) -> Any:
     attention: Any = torch.ops.aten.scaled_dot_product_attention.default
     table = {} if opset >= ATTENTION_NODE_FROM else {attention: _attention}
     try:
-        # With gradients, a mask that is computed from parameters changes the layout of the outputs.
-        with _TRACING, without_gradients(model), _hidden_warnings("onnxscript", "torch.onnx"):
+        with _TRACING, _hidden_warnings("onnxscript", "torch.onnx"):
             return torch.onnx.export(
                 model,
                 (example,),

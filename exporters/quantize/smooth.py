@@ -25,7 +25,7 @@ Factors = Mapping[str, Sequence[int]]  # LayerNorm -> for each channel the expon
 @torch.no_grad()
 def measure_factors(model: nn.Module, images: Tensor) -> dict[str, list[int]]:
     """The factors for `model`, from the largest outputs of its LayerNorms on `images`, (count, C, H, W)."""
-    copy, readers, state = deepcopy(model), family_of(model).normalized(model), dict(model.named_parameters())
+    copy, readers, state = deepcopy(model).float(), family_of(model).normalized(model), dict(model.named_parameters())
     largest = dict.fromkeys(readers, torch.zeros(1))
 
     def update(name: str, module: nn.Module, inputs: Any, output: Tensor) -> None:

@@ -1,6 +1,7 @@
 """The scan names layers that overflow in half precision, and the fp32 layers that avoid it."""
 
 from collections.abc import Callable
+from copy import deepcopy
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def test_ranges_are_those_of_the_modules() -> None:
     ranges = scan_ranges(model, X)
     assert ranges.outputs[""] == pytest.approx(float(model(X).abs().max()))
     assert ranges.inside["blocks.0.mlp.fc1"] == pytest.approx(ranges.outputs["blocks.0.mlp.fc1"])
-    assert ranges.overflowing() == {}
+    assert ranges.overflowing() == {} and scan_ranges(deepcopy(model).double(), X) == ranges
     assert not any(module._forward_hooks for module in model.modules())
 
 

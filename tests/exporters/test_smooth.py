@@ -1,6 +1,7 @@
 """Scales of channels move from a LayerNorm into the layers that read it: same outputs, fewer steps lost to outliers."""
 
 import json
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ def test_a_rescaled_model_computes_the_same_numbers(variant: str) -> None:
     norms = family_of(model).normalized(model)
     factors = measure_factors(model, x)
     assert norms.keys() == factors.keys() and norms
+    assert measure_factors(deepcopy(model).double(), x) == factors
     other = rescale(model, factors)
     with torch.no_grad():
         assert torch.equal(other(x), model(x))

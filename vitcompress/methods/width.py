@@ -17,7 +17,7 @@ from vitcompress.families import Space
 from vitcompress.methods.budget import Counts, Group, Kind, normalize
 from vitcompress.methods.options import Scope
 from vitcompress.methods.scores import Scores
-from vitcompress.models.cost import Cost, count_cost, planned_cost
+from vitcompress.models.cost import Cost, copy_to_meta, count_cost, planned_cost
 from vitcompress.models.create import input_config
 from vitcompress.plan import Plan
 
@@ -91,7 +91,7 @@ class Candidates:
 
     @cached_property
     def _cost_of(self) -> Callable[[Plan], Cost]:
-        shapes, size = deepcopy(self.model).to("meta"), input_config(self.model).size
+        shapes, size = copy_to_meta(self.model), input_config(self.model).size
         folded = deepcopy(shapes)
         records = surgery.fold_linears(folded, self.base).records
         # Otherwise it depends on the widths which FFNs are folded.

@@ -1,7 +1,6 @@
 """Parameters and multiply-accumulates of a model, counted by torch on the meta device."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from math import prod
@@ -49,12 +48,26 @@ def count_cost(model: nn.Module, input_size: tuple[int, int, int] | None = None)
 
 def count_flops(model: nn.Module, input_size: tuple[int, int, int]) -> dict[str, dict[Any, int]]:
     """Floating point operations by module (`VisionTransformer.blocks.0.attn`) and operator."""
-    ready = not model.training and all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    shapes = model if ready else deepcopy(model).to("meta").eval()  # no copy for the many candidates of a search
+    tensors = (*model.parameters(), *model.buffers())
+    ready = not model.training and all(tensor.is_meta and not tensor.requires_grad for tensor in tensors)
+    shapes = model if ready else copy_to_meta(model)  # no copy for the many candidates of a search
     dtype = next((p.dtype for p in shapes.parameters()), torch.float32)
-    with torch.no_grad(), without_gradients(shapes), SkipOnMeta(FREE), FlopCounterMode(display=False) as counter:
+    with torch.no_grad(), SkipOnMeta(FREE), FlopCounterMode(display=False) as counter:
         shapes(torch.empty(1, *input_size, device="meta", dtype=dtype))
     return dict(counter.get_flop_counts())
+
+
+def copy_to_meta(model: nn.Module) -> nn.Module:
+    """A copy on the meta device, in eval mode and without hooks, which may read values or store what they receive.
+
+    Its parameters require no gradients: under `torch.no_grad` a view of a parameter, such as a pool's expanded latent,
+    still does, but has no gradient function, which torch's ModuleTracker expects of a module's input.
+    """
+    shapes = deepcopy(model).to("meta").eval().requires_grad_(False)
+    for module in shapes.modules():
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+    return shapes
 
 
 def _cost(module: nn.Module, flops: Mapping[Any, int]) -> Cost:
@@ -94,18 +107,3 @@ def planned_cost(model: nn.Module, input_size: tuple[int, int, int]) -> Callable
         return Cost(sum(prod(after[name]) for name in parameters), linear + inside, linear)
 
     return cost_of
-
-
-@contextmanager
-def without_gradients(model: nn.Module) -> Iterator[nn.Module]:
-    """Disable `requires_grad` of all parameters temporarily.
-
-    Needed besides `torch.no_grad`: a view of a parameter, such as a pool's expanded latent, still requires gradients
-    there but has no gradient function, which torch's ModuleTracker expects of a module's input.
-    """
-    trained = [parameter.requires_grad_(False) for parameter in model.parameters() if parameter.requires_grad]
-    try:
-        yield model
-    finally:
-        for parameter in trained:
-            parameter.requires_grad_(True)

@@ -11,6 +11,7 @@ runtime if there is a GPU for it, otherwise in ONNX Runtime on the CPU with ever
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations
@@ -149,7 +150,7 @@ def search(
 @torch.no_grad()
 def rank_layers(original: Original, settings: Quantization) -> dict[str, float]:
     """Linear layer -> mean KL divergence of the outputs with only this layer in eight bits, the largest first."""
-    images, model = original.images[:RANK_IMAGES], rescale(original.model, settings.factors)
+    images, model = original.images[:RANK_IMAGES], rescale(deepcopy(original.model).float(), settings.factors)
     exact, changes = model(images), dict[str, float]()
     for layer in (key for key in settings.ranges if CORE not in key):
         with EightBitProducts(model, replace(settings, ranges={layer: settings.ranges[layer]})):
