@@ -136,6 +136,7 @@ SIZES = {192: "tiny", 384: "small", 768: "base", 1024: "large"}  # width -> its 
 NAMES = {"ViT": "vit_{}_patch{}_224", "distilled DeiT": "deit_{}_distilled_patch{}_224"}
 # Limits that no model reaches: a plan or a checkpoint may be from anyone.
 MOST = {"depth": 256, "depths": 256, "num_classes": 2**20, "mlp_ratio": 64, "mlp_ratios": 64}
+WIDER = {"window_size": int | tuple[int | tuple[int, ...], ...]}  # timm also takes, and records, one per stage
 PLAIN_TYPES: dict[Any, Callable[[int], Any]] = {
     int: lambda most: Annotated[int, Ge(0), Le(most)],
     float: lambda most: Annotated[float, Ge(-most), Le(most)],
@@ -163,7 +164,7 @@ def allowed_arguments(arch: str) -> dict[str, Any]:
     bases = (base_of(kind) for kind in vars(module).values() if isinstance(kind, type))
     base = next(filter(None, bases), None)
     hints = {name: p.annotation for name, p in inspect.signature(base).parameters.items()} if base else {}
-    types = {name: _plain_type(hint, MOST.get(name, 2**14)) for name, hint in hints.items()}
+    types = {name: _plain_type(WIDER.get(name, hint), MOST.get(name, 2**14)) for name, hint in hints.items()}
     return {name: kind | None for name, kind in types.items() if kind is not None}
 
 
