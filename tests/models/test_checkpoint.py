@@ -2,11 +2,13 @@
 
 import os
 from argparse import Namespace
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 from contracts import assert_moved, build, contract, every_variant, images, kept_channels, logits, sites_of, without_act
 from torch import nn
@@ -150,10 +152,29 @@ def test_models_that_cannot_be_saved_are_rejected_and_nothing_is_written(tmp_pat
         save_model(model, tmp_path / "run")
     with pytest.raises(InputError, match=r"not as timm builds it with .*: blocks\.0\.mlp\.act differs"):
         save_model(apply_plan(build("plain"), Plan("any", removed={"blocks.0.mlp.act": "identity"})), tmp_path / "new")
-    model.norm = nn.LayerNorm(3)
-    with pytest.raises(WeightsError, match=r"does not fit its plan: size mismatch for norm\.weight"):
-        save_model(model, tmp_path / "new")
+    for part, replacement in (("norm", nn.LayerNorm(3)), ("blocks.0.mlp.act", nn.ReLU())):  # the second has no weights
+        changed = deepcopy(model)
+        changed.set_submodule(part, replacement)
+        with pytest.raises(WeightsError, match=f"is not the model of its plan: {part} differs"):
+            save_model(changed, tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("create", [vc.create_model, timm.create_model])
+def test_other_windows_are_saved(create: Any, tmp_path: Path) -> None:
+    args: dict[str, Any] = {"img_size": 32, "patch_size": 2, "in_chans": 1, "embed_dim": 8, "num_classes": 3}
+    args |= {"depths": (2, 2), "num_heads": (2, 2), "window_size": 4}
+    model, x = create("swin_tiny_patch4_window7_224", **args).eval(), torch.randn(2, 1, 64, 64)
+    model.set_input_size(img_size=64, window_size=8)
+    pruned = prune(model, plan_of(model).delta(removed={"layers.1.blocks.0.attn": "drop"}))
+    assert_moved(logits(pruned, x), logits(model, x))
+    save_model(pruned, tmp_path / "new")
+    assert torch.equal(logits(load_model(tmp_path / "new"), x), logits(pruned, x))
+
+
+def test_patches_that_timm_drops_while_training_are_not_part_of_a_plan() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, patch_drop_rate=0.5)
+    assert "patch_drop_rate" not in plan_of(model).arch_args
 
 
 @every_variant

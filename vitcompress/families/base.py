@@ -18,6 +18,7 @@ from vitcompress.families.edited_block import EditedBlock, Wiring, branches_of
 
 SCALES = {"ls1": "attn", "ls2": "mlp", "gamma_1": "attn", "gamma_2": "mlp"}  # LayerScale -> the child that it follows
 SiteKind = Literal["attention", "activation", "ffn", "block"]
+LAYERS = (nn.Linear, nn.Conv2d)  # subclasses may compute something else, which slicing and folding would lose
 NORMS = ("norm1", "ls1", "gamma_1", "norm2", "ls2", "gamma_2")
 
 
@@ -118,8 +119,13 @@ class Family(ABC):
             return f"it is a {type(model).__name__}"
         if not isinstance(stem, self.stem_type):
             return f"its stem is a {type(stem).__name__}"
-        norms = (module for name, module in model.named_modules() if "norm" in name.rpartition(".")[2])
-        problems = (*map(self.block_problem, self.blocks(model).values()), *map(norm_problem, norms))
+        named = dict(model.named_modules())
+        norms = (module for name, module in named.items() if "norm" in name.rpartition(".")[2])
+        changed = (name for name, module in named.items() if isinstance(module, LAYERS) and type(module) not in LAYERS)
+        layers = (f"its {name} is a {type(named[name]).__name__}; use a plain layer" for name in changed)
+        problems = (*map(self.block_problem, self.blocks(model).values()), *map(norm_problem, norms), *layers)
+        if len(list(model.parameters())) < len(list(model.named_parameters(remove_duplicate=False))):
+            problems += ("some of its layers share their weights",)
         return next((problem for problem in problems if problem), None)
 
     def block_problem(self, block: Any) -> str | None:

@@ -4,7 +4,7 @@ import contextlib
 
 from torch import nn
 
-from vitcompress.errors import UnsupportedModelError
+from vitcompress.errors import InputError, UnsupportedModelError
 from vitcompress.families.base import Family
 from vitcompress.families.eva import BEIT, EVA
 from vitcompress.families.pvt import PVT
@@ -21,9 +21,10 @@ def family_of(model: nn.Module) -> Family:
     Families of other packages are tried if no family in `FAMILIES` supports the model. A package declares one as an
     entry point, `[project.entry-points."vitcompress.families"]` with `name = "package.module:FAMILY"`, where FAMILY is
     a `Family`. A plan does not name the family, so the package must also be installed where the model is loaded. Raises
-    UnsupportedModelError, with the reason and all supported models, if no family supports the model, and InputError for
-    an entry point that cannot be loaded or is no `Family`.
+    UnsupportedModelError, with the reason and all supported models, if no family supports the model, and InputError for a
+    wrapped model, or an entry point that cannot be loaded or is no `Family`.
     """
+    reject_wrapper(model)
     families = FAMILIES
     problems = {name: family.problem(model) for name, family in families.items()}
     if all(problems.values()) and (plugins := load_plugins("families", Family)):
@@ -36,6 +37,18 @@ def family_of(model: nn.Module) -> Family:
     reason = next((problem for problem in problems.values() if problem and problem != other_type), other_type)
     supported = "; ".join(family.supported for family in families.values())
     raise UnsupportedModelError(f"this model cannot be pruned: {reason}", hint=f"supported: {supported}")
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside of a module of torch.compile, DataParallel or DistributedDataParallel, else `model`."""
+    return next((part for name, part in model.named_children() if name in ("_orig_mod", "module")), model)
+
+
+def reject_wrapper(model: nn.Module) -> None:
+    """Raise InputError for a module of `unwrap`: its layers have other names than those of the model."""
+    if unwrap(model) is not model:
+        hint = "pass the model in it: its attribute `_orig_mod` (torch.compile) or `module`"
+        raise InputError(f"this {type(model).__name__} only wraps a model", hint=hint)
 
 
 def prepare_model(model: nn.Module) -> nn.Module:

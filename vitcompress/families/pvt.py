@@ -13,6 +13,7 @@ from vitcompress.families.base import (
     StagedFamily,
     describe_heads,
     input_axis,
+    is_empty,
     linear_axes,
     norm_axes,
 )
@@ -56,7 +57,7 @@ class PvtFamily(StagedFamily):
         last = list(norm_axes(model, f"stages.{number}.norm"))
         if number + 1 < len(model.stages):
             last.append(input_axis(f"stages.{number + 1}.downsample.proj"))
-        elif isinstance(model.head, nn.Linear):
+        elif not is_empty(model.head):
             last.append(input_axis("head"))
         return first, last
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
 from timm.models.swin_transformer import PatchMerging, SwinTransformer, SwinTransformerBlock, WindowAttention
-from torch import Tensor, nn
+from torch import Tensor
 
 from vitcompress.families.attention import SlicedWindowAttention
-from vitcompress.families.base import Axis, StagedFamily, input_axis, linear_axes, norm_axes
+from vitcompress.families.base import Axis, StagedFamily, input_axis, is_empty, linear_axes, norm_axes
 from vitcompress.families.edited_block import Wiring, children
 
 
@@ -69,7 +69,7 @@ class SwinFamily(StagedFamily):
         if merging := _merging(model, number + 1):
             norm = (Axis(axis.tensor, 0, copies=4) for axis in norm_axes(model, f"{merging}.norm"))
             return first, [*norm, Axis(f"{merging}.reduction.weight", 1, copies=4)]
-        head = [input_axis("head.fc")] if isinstance(model.head.fc, nn.Linear) else []
+        head = [] if is_empty(model.head.fc) else [input_axis("head.fc")]
         return first, [*norm_axes(model, "norm"), *head]
 
     def set_width(self, model: Any, space: str, width: int) -> None:

@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 from timm.layers import Attention, AttentionPoolLatent, GluMlp, Mlp
 from timm.models.vision_transformer import Block, VisionTransformer
-from torch import nn
 
 from vitcompress.families.attention import SlicedAttention, SlicedPool
 from vitcompress.families.base import (
@@ -62,7 +61,7 @@ class VitFamily(Family):
             yield from spaces
             residual += pool
         residual += [axis for name in ("norm", "fc_norm") for axis in norm_axes(model, name)]
-        residual += [input_axis(n) for n in ("head", "head_dist") if isinstance(getattr(model, n, None), nn.Linear)]
+        residual += [input_axis(name) for name in ("head", "head_dist") if not is_empty(getattr(model, name, None))]
         yield Space("residual", "residual", _width(model), tuple(residual))
 
     def set_width(self, model: Any, space: str, width: int) -> None:

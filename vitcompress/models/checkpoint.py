@@ -81,7 +81,9 @@ def save_model(model: nn.Module, folder: str | Path, classes: Sequence[str] | No
         args = create.with_class_names({**plan.arch_args, **changed}, classes or names)
         plan = replace(plan, arch_args=args, standard=standard)
         blank = _rebuild(plan, weights)
-    load_strictly(blank, weights, RunFolder(folder).weights)
+    if difference := create.find_difference(model, blank):
+        message = f"this {plan.arch} is not the model of its plan: {difference} differs"
+        raise WeightsError(message, hint="undo the change, which loading would not repeat; see also `reset_classifier`")
     folder.mkdir(parents=True, exist_ok=True)
     write_model(folder, model, plan)
     write_manifest(folder)

@@ -14,12 +14,12 @@ import timm
 import torch
 from annotated_types import Ge, Gt, Le
 from timm.data import resolve_model_data_config
-from timm.layers import DropPath
+from timm.layers import DropPath, PatchDropout
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from vitcompress.errors import InputError, WeightsError, close_matches, first_line
-from vitcompress.families import prepare_model
+from vitcompress.families import prepare_model, reject_wrapper, unwrap
 from vitcompress.io.tensors import LIBRARY_ERRORS
 from vitcompress.io.validation import create_table, validate
 from vitcompress.models.arguments import allowed_arguments
@@ -86,9 +86,8 @@ def create_on_meta(arch: str, arch_args: Mapping[str, object] | None = None) -> 
     """`create_model` on torch's meta device: shapes without weights. Raises InputError as `create_model`."""
     model = build_on_meta(arch, arch_args)
     if (count := sum(parameter.numel() for parameter in model.parameters())) > MOST_PARAMETERS:
-        raise InputError(
-            f"{arch} with {arch_args} has {count:,} parameters, at most {MOST_PARAMETERS:,} are supported", hint=CHANGE
-        )
+        message = f"{arch} with {arch_args} has {count:,} parameters, at most {MOST_PARAMETERS:,} are supported"
+        raise InputError(message, hint=CHANGE)
     return _finish(model, arch, dict(arch_args or {}))
 
 
@@ -139,6 +138,7 @@ def plan_of(model: nn.Module) -> Plan:
     For a model of `timm.create_model` without `model.plan`, the identity plan of the architecture and the arguments
     that timm recorded; drop rates are not part of it. Raises InputError if the model was changed, or not built by timm.
     """
+    reject_wrapper(model)
     plan = getattr(model, "plan", None)
     if isinstance(plan, Plan):
         return plan
@@ -151,18 +151,24 @@ def plan_of(model: nn.Module) -> Plan:
         default, args = timm.get_pretrained_cfg(name).to_dict(), timm.models.get_model_args(model)
         overlay = {key: cfg[key] for key in ("input_size", *NAMES) if cfg.get(key) != default.get(key)}
         plan = Plan(name, args | ({OVERLAY: overlay} if overlay else {}))
-        built, own = build_on_meta(plan.arch, plan.arch_args), _structure(model)
+        built = build_on_meta(plan.arch, plan.arch_args)
     except InputError as error:
         raise InputError(f"the arguments of this {arch} are unknown: {error.message}", hint=hint) from None
-    if own not in ((other := _structure(built)), _structure(prepare_model(built))):
-        changed = next(name for name in [*own, *other] if own.get(name) != other.get(name))
+    if (changed := find_difference(model, built)) and find_difference(model, prepare_model(built)):
         raise InputError(f"this {arch} is not as timm builds it with {plan.arch_args}: {changed} differs", hint=hint)
     return plan
 
 
+def find_difference(model: nn.Module, other: nn.Module) -> str:
+    """The first module or tensor of two models with different types or shapes; empty if there is none."""
+    own, others = _structure(model), _structure(other)
+    return next((name or "its class" for name in {**own, **others} if own.get(name) != others.get(name)), "")
+
+
 def _structure(model: nn.Module) -> dict[str, str]:
-    """Types of all modules and shapes of all tensors; drop paths do not count."""
-    modules = {name: "" if isinstance(m, nn.Identity | DropPath) else str(type(m)) for name, m in model.named_modules()}
+    """Types of all modules and shapes of all tensors; modules that only drop values while training do not count."""
+    named, drops = model.named_modules(remove_duplicate=False), (nn.Identity, DropPath, PatchDropout)
+    modules = {name: "" if isinstance(module, drops) else str(type(module)) for name, module in named}
     return modules | {name: str(tuple(tensor.shape)) for name, tensor in model.state_dict().items()}
 
 
@@ -263,7 +269,7 @@ def _message(error: Exception) -> str:
 
 def input_config(model: nn.Module) -> InputConfig:
     """Input size of `model`, and the preprocessing of its pretrained configuration."""
-    config = resolve_model_data_config(getattr(model, "_orig_mod", model))  # of torch.compile
+    config = resolve_model_data_config(model := unwrap(model))
     channels = int(getattr(model, "in_chans", config["input_size"][0]))
     embed = getattr(model, "patch_embed", None)
     height, width = getattr(embed, "img_size", None) or config["input_size"][1:]

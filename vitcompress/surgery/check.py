@@ -17,7 +17,7 @@ def check_plan(model: nn.Module, family: Family, plan: Plan) -> None:
     """Raise PlanError with everything in `plan` that contradicts `model` or itself; see also `check_maskable`."""
     sites = {site.name: site for site in family.sites(model)}
     spaces = {space.name: space for space in family.spaces(model)}
-    check_maskable(model, family, spaces.values())
+    check_maskable(model, family, (space for name, space in spaces.items() if name in plan.kept))
     problems = plan_problems(json.loads(plan.to_json())) or [
         *_site_problems(sites, plan),
         *_kept_problems(spaces, plan),
@@ -25,10 +25,8 @@ def check_plan(model: nn.Module, family: Family, plan: Plan) -> None:
         *_fold_problems(model, family, sites, plan),
     ]
     if problems:
-        raise PlanError(
-            "the plan does not fit the model:\n  " + "\n  ".join(problems),
-            hint="a plan fits only the model that it was computed for; undo manual edits of plan.json",
-        )
+        hint = "a plan fits only the model that it was computed for; undo manual edits of plan.json"
+        raise PlanError("\n  ".join(["the plan does not fit the model:", *problems]), hint=hint)
 
 
 def check_maskable(model: nn.Module, family: Family, spaces: Iterable[Space]) -> None:
@@ -50,10 +48,8 @@ def check_maskable(model: nn.Module, family: Family, spaces: Iterable[Space]) ->
                 in_stream = axis.dim == 2 or scales.intersection(axis.tensor.split("."))
                 reason = None if space.kind == "residual" and in_stream else f"no mask applies to {axis.tensor}"
             if reason is not None:
-                raise UnsupportedModelError(
-                    f"the family {family.name} cannot describe this model: {reason} (space {space.name})",
-                    hint="let the family reject such models, or rewrite them in its `prepare`",
-                )
+                message = f"the family {family.name} cannot describe this model: {reason} (space {space.name})"
+                raise UnsupportedModelError(message, hint="use a plain layer there, or rewrite it in `Family.prepare`")
 
 
 def _site_problems(sites: dict[str, Site], plan: Plan) -> Iterator[str]:
