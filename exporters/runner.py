@@ -17,6 +17,7 @@ from vitcompress.errors import ArtifactError, InputError, VitcompressError
 from vitcompress.exporters.uint8 import to_bytes
 from vitcompress.io.text import format_range
 from vitcompress.models.create import InputConfig
+from vitcompress.training.datasets import check_images
 
 MOST_THREADS = 1024
 
@@ -210,6 +211,8 @@ class Runner(ABC):
         self.input_size = (third, first, second) if self.takes_bytes else (first, second, third)
 
     def _prepare(self, images: Tensor) -> np.ndarray:
+        if not self.takes_bytes or images.dtype != torch.uint8:
+            check_images(images, self.input_size)
         return prepare_input(images, self.input, uint8=self.takes_bytes)
 
 
@@ -222,22 +225,14 @@ def check_batch(name: str, allowed: Sequence[int], images: int) -> None:
         raise InputError(f"{name} takes batches of {format_range(low, high)}, got {images}", hint=hint)
 
 
-def check_normalized(images: Tensor) -> None:
-    """Raise InputError for images of integers: they would be computed with as if they were normalised."""
-    if not images.is_floating_point():
-        message = f"the images are {images.dtype}, not floating-point numbers"
-        raise InputError(message, hint="normalise them; only files that were exported with uint8 take bytes")
-
-
 def prepare_input(images: Tensor, input: InputConfig | None, *, uint8: bool) -> np.ndarray:
     """Images as a file takes them: normalised float32, or with `uint8` bytes with channels last.
 
     images: (batch, channels, height, width), normalised; with `uint8` also bytes, (batch, height, width, channels).
-    Raises ArtifactError if the file takes bytes and does not state their normalisation; as `check_normalized`.
+    Raises ArtifactError if the file takes bytes and does not state their normalisation.
     """
     images = images.detach().cpu()
     if not uint8:
-        check_normalized(images)
         images = images.float()
     elif images.dtype != torch.uint8:
         if input is None:

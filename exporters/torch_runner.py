@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitcompress.errors import DeviceError, InputError
-from vitcompress.exporters.runner import BoundCall, QueuedCall, Runner, RunnerOptions, check_normalized
+from vitcompress.exporters.runner import BoundCall, QueuedCall, Runner, RunnerOptions
 from vitcompress.io import hardware
 from vitcompress.models.create import input_config
+from vitcompress.training.datasets import check_images
 from vitcompress.training.distributed import check_device
 
 TIMM = "timm:"  # prefix of names of models that timm builds
@@ -59,7 +60,7 @@ class TorchRunner(Runner):
             self._settings.callback(setattr, backend, "allow_tf32", backend.allow_tf32)
 
     def __call__(self, images: Tensor) -> Tensor:
-        check_normalized(images)
+        check_images(images)
         return self._forward(images.to(self._device, self._type)).float().cpu()
 
     @torch.inference_mode()

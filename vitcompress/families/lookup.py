@@ -21,8 +21,8 @@ def family_of(model: nn.Module) -> Family:
     Families of other packages are tried if no family in `FAMILIES` supports the model. A package declares one as an
     entry point, `[project.entry-points."vitcompress.families"]` with `name = "package.module:FAMILY"`, where FAMILY is
     a `Family`. A plan does not name the family, so the package must also be installed where the model is loaded. Raises
-    UnsupportedModelError, with the reason and all supported models, if no family supports the model, and InputError for a
-    wrapped model, or an entry point that cannot be loaded or is no `Family`.
+    UnsupportedModelError, with the reason and all supported models, if no family supports the model, and InputError for
+    a wrapped model, or an entry point that cannot be loaded or is no `Family`.
     """
     reject_wrapper(model)
     families = FAMILIES

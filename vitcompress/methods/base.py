@@ -314,13 +314,12 @@ def context_for(
         InputError: `model` was not created by timm.
         UnsupportedModelError: no family covers the model.
     """
-    classes = int(getattr(model, "num_classes", 0))
     context = Context(
         family=family_of(model),
         plan=plan or plan_of(model),
-        data=Splits() if data is None else split_images(data, HELDOUT, seed, classes),
+        data=Splits() if data is None else split_images(data, HELDOUT, seed, model),
         input=input_config(model),
-        runtime=Runtime(check_device(device, "none")),
+        runtime=Runtime(check_device(device, "none"), dtype=next(model.parameters()).dtype),
         seed=seed,
         folder=Path(folder or tempfile.mkdtemp(prefix="vitcompress-")),  # last: an error above leaves none
         **{"progress": Progress(), "train": TrainOptions(), **settings},

@@ -96,10 +96,10 @@ def subset(dataset: Images, count: int, seed: int, *, per_class: bool = True) ->
     return Views(dataset, np.sort(order[chosen]).tolist())
 
 
-def split_images(data: Any, heldout: float, seed: int, classes: int) -> Splits:
-    """The splits of data for a model with `classes` (see `as_images`); it has no test images."""
-    images = as_images(data, classes)
-    names = getattr(data, "classes", None) or range(int(images.labels.max()) + 1)
+def split_images(data: Any, heldout: float, seed: int, model: Any) -> Splits:
+    """The splits of data for `model` (see `as_images`); it has no test images."""
+    images = as_images(data, datasets.image_size(model), int(getattr(model, "num_classes", 0)))
+    names = getattr(data, "classes", None) or range(int(images.labels.max(initial=-1)) + 1)
     return Splits("data", tuple(map(str, names)), images).hold_out(heldout, seed)
 
 

@@ -24,6 +24,7 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 _MOST_PIXELS = 89_478_485  # above this, Pillow warns of a decompression bomb
 _UNREADABLE = (*DAMAGED, SyntaxError, zlib.error, Image.DecompressionBombError)  # decoders raise these for broken files
+Size = tuple[int | None, ...]  # channels, height and width of images; None: any
 
 
 class Images(Protocol):
@@ -147,28 +148,64 @@ def check_labels(labels: Any, classes: int) -> None:
         raise DataError(f"labels {about} cannot be used", hint=hint)
 
 
-def as_images(data: Any, classes: int = 0) -> Images:
+def image_size(model: Any) -> Size:
+    """Channels, height and width of the images that `model`, of timm, takes."""
+    embed: Any = getattr(model, "patch_embed", None)
+    sides = embed.img_size if getattr(embed, "strict_img_size", False) else (None, None)
+    return getattr(model, "in_chans", None), *sides
+
+
+def check_images(images: Tensor, size: Size = ()) -> None:
+    """Raise DataError unless `images`, (batch, *size), are floating-point numbers."""
+    if not images.is_floating_point():
+        hint = "normalise them for the model; data sets of PIL images and files exported with uint8 contain bytes"
+        raise DataError(f"the images are {images.dtype}, not floating-point numbers", hint=hint)
+    if images.ndim != 4 or any(side not in (None, own) for side, own in zip(size, images.shape[1:], strict=False)):
+        expected = " x ".join(str(side or "any") for side in size) or "channels x height x width"
+        message = f"images of shape {format_shape(images.shape)} do not fit, expected batches of {expected}"
+        raise DataError(message, hint="resize or convert them, or create the model with another img_size or in_chans")
+
+
+def check_batch(batch: Any, size: Size = (), classes: int = 0) -> tuple[Tensor, Tensor]:
+    """Images (batch, *size) and labels: numbers below `classes` (0: any) or rows of probabilities. Raises DataError."""
+    if not isinstance(batch, tuple | list) or [isinstance(part, Tensor) for part in batch] != [True, True]:
+        parts = ", ".join(type(part).__name__ for part in batch)
+        raise DataError(f"a batch has {parts} instead of two tensors", hint="pass batches of (images, labels)")
+    images, targets = batch
+    check_images(images, size)
+    soft = targets.is_floating_point()
+    if targets.shape[:1] != images.shape[:1] or (soft and (targets.ndim != 2 or classes not in (0, targets.shape[1]))):
+        message = f"{len(images)} images have labels of shape {format_shape(targets.shape)} and {targets.dtype}"
+        raise DataError(message, hint=f"pass {len(images)} class numbers, or a row of probabilities for each image")
+    if not soft:
+        check_labels(targets := targets.long(), classes)
+    return images, targets
+
+
+def as_images(data: Any, size: Size = (), classes: int = 0) -> Images:
     """`data` with the interface of `Images`.
 
     data: a map-style data set of (image, class) pairs, or an iterable of batches (images (batch, C, H, W) normalised
-    for the model, classes (batch,)), which is read once and kept in memory. classes: of the model; 0: any.
+    for the model, classes (batch,)), which is read once and kept in memory. size, classes: see `check_batch`.
     Raises DataError for other data.
     """
     known = hasattr(data, "labels") and hasattr(data, "prepared")
     images = data if known else MappedImages(data, "the data set") if is_map_style(data) else _read_batches(data)
     check_labels(images.labels, classes)
+    if images.prepared and len(images):
+        check_images(images[0][0][None], size)
     return cast(Images, images)
 
 
 def _read_batches(data: Any) -> Images:
     try:
-        pairs = [(images.detach().cpu(), labels.cpu()) for images, labels in data]
-        for x, y in pairs:
-            if x.ndim != 4 or y.shape != x.shape[:1] or y.is_floating_point() or not x.is_floating_point():
-                raise ValueError(f"images {[*x.shape]} of {x.dtype} with labels {[*y.shape]} of {y.dtype}")
-            if not x.isfinite().all():
-                raise ValueError("an image has values that are not finite")
-        return ArrayImages(torch.cat([images for images, _ in pairs]), torch.cat([labels for _, labels in pairs]))
+        pairs = [check_batch(batch) for batch in data]
+        images, labels = (torch.cat([part.detach().cpu() for part in parts]) for parts in zip(*pairs, strict=True))
+        if labels.is_floating_point():
+            raise ValueError(f"labels of shape {format_shape(labels.shape)} and {labels.dtype}")
+        if not images.isfinite().all():
+            raise ValueError("an image has values that are not finite")
+        return ArrayImages(images, labels)
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
         message = f"the data is not an iterable of (images, labels) batches: {first_line(error)}"
         hint = "pass a map-style data set of (image, class) pairs, or batches of (batch, C, H, W) and (batch,)"

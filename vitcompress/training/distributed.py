@@ -30,7 +30,7 @@ class Runtime:
     """One process of a training.
 
     amp: precision of the autocast regions. workers: processes that load its images. joined: whether `start` joined the
-    process group, which `stop` then leaves.
+    process group, which `stop` then leaves. dtype: of the images, as that of the weights.
     """
 
     device: torch.device
@@ -39,6 +39,7 @@ class Runtime:
     world_size: int = 1
     workers: int = 0
     joined: bool = False
+    dtype: torch.dtype = torch.float32
 
     @property
     def is_main(self) -> bool:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from vitcompress.errors import DataError, InputError, first_line
 from vitcompress.io.tensors import LIBRARY_ERRORS
 from vitcompress.models.create import InputConfig
-from vitcompress.training.datasets import Images, as_images, check_labels, is_map_style
+from vitcompress.training.datasets import Images, Size, as_images, check_batch, image_size, is_map_style
 from vitcompress.training.distributed import Runtime, derived_seed
 from vitcompress.training.options import Augmentation
 
@@ -118,16 +118,16 @@ class TrainLoader(EvalLoader):
 
 
 class BatchLoader:
-    """Batches of (images (batch, C, H, W) normalised for the model, targets), moved to `device`.
+    """Batches of (images (batch, C, H, W) normalised for the model, targets), moved to the device of `runtime`.
 
     batches: an iterable with a length that can be read once per epoch. Resuming is bit-exact only if it gives the same
-    batches again. classes: of the model that trains on them; 0: labels are not checked.
+    batches again. size, classes: see `check_batch`.
     """
 
     total = None  # number of images, unknown before the first pass
 
-    def __init__(self, batches: Any, device: torch.device, classes: int = 0) -> None:
-        self.batches, self.device, self.classes = batches, device, classes
+    def __init__(self, batches: Any, runtime: Runtime, size: Size = (), classes: int = 0) -> None:
+        self.batches, self.runtime, self.size, self.classes = batches, runtime, size, classes
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -136,17 +136,10 @@ class BatchLoader:
         """Nothing to do: the order is that of `batches`."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        device, dtype = self.runtime.device, self.runtime.dtype
         for batch in self.batches:
-            if len(batch) != 2 or not all(isinstance(part, Tensor) for part in batch):
-                message = f"a batch has {', '.join(type(part).__name__ for part in batch)} instead of two tensors"
-                raise DataError(message, hint="pass batches of (images, labels)")
-            images, targets = batch
-            if not images.is_floating_point():
-                message = f"the images are {images.dtype}, not floating-point numbers"
-                raise DataError(message, hint="normalise them for the model, or pass a data set of PIL images")
-            if not targets.is_floating_point():  # as probabilities are
-                check_labels(targets := targets.long(), self.classes)
-            yield images.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
+            images, targets = check_batch(batch, self.size, self.classes)
+            yield images.to(device, dtype, non_blocking=True), targets.to(device, non_blocking=True)
 
 
 TrainData = Images | BatchLoader  # labelled images, or the user's own batches
@@ -156,18 +149,18 @@ def open_source(data: Any, runtime: Runtime, model: Any = None) -> TrainData:
     """Training or evaluation data of a user: a map-style data set of (image, class) pairs, or an iterable of batches.
 
     Raises InputError for an iterable without a length, or one that several processes would have to share, and DataError
-    for labels that are no class of `model`.
+    for images and labels that do not fit `model`.
     """
-    classes = int(getattr(model, "num_classes", 0))
+    size, classes = image_size(model), int(getattr(model, "num_classes", 0))
     if is_map_style(data):
-        return as_images(data, classes)
+        return as_images(data, size, classes)
     if not hasattr(data, "__len__"):
         message = f"the batches are a {type(data).__name__} without a length, so they cannot be read in every epoch"
         raise InputError(message, hint="pass a list of batches, a DataLoader or a map-style data set")
     if runtime.world_size > 1:
         message = f"{runtime.world_size} processes cannot share an iterable of batches"
         raise InputError(message, hint="pass a map-style data set")
-    return BatchLoader(data, runtime.device, classes)
+    return BatchLoader(data, runtime, size, classes)
 
 
 def _prefetch(
@@ -197,9 +190,9 @@ def _prefetch(
         pin_memory=runtime.device.type == "cuda",
     )
     if dataset.prepared:
-        return BatchLoader(loader, runtime.device)
+        return BatchLoader(loader, runtime)
     erase: dict[str, float | str] = {"re_prob": active.reprob, "re_mode": active.remode} if active else {}
-    return PrefetchLoader(loader, input.mean, input.std, input.size[0], runtime.device, **erase)
+    return PrefetchLoader(loader, input.mean, input.std, input.size[0], runtime.device, runtime.dtype, **erase)
 
 
 def image_transform(input: InputConfig, augmentation: Augmentation | None = None) -> Transform:
