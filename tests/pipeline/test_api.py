@@ -67,7 +67,7 @@ class Stream:
 )
 def test_isomorphic_plans_from_any_data(data: Any) -> None:
     if isinstance(data, torch.utils.data.DataLoader):  # batches that are no tensors
-        with pytest.raises(DataError, match="not an iterable of"):
+        with pytest.raises(DataError, match="a batch has tuple instead of two tensors"):
             vc.plan(model(), "isomorphic", data, device="cpu")
         return
     dense = model()
@@ -118,6 +118,17 @@ def test_a_method_that_trains_leaves_its_weights_in_the_model() -> None:
     assert plan.kept and any(not torch.equal(before[name], value) for name, value in dense.state_dict().items())
 
 
+def test_a_finished_plan_is_repeated_with_the_model_before_and_after_it(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"sparsity": 0.5, "epochs": 2, "round_to": 1, "training": {"batch_size": 16}}
+    dense = model()
+    plan = vc.plan(dense, "sero", batches(), folder=tmp_path, **options)
+    for same in (dense, model()):
+        assert vc.plan(same, "sero", batches(), folder=tmp_path, **options) == plan
+        assert all(torch.equal(value, dense.state_dict()[name]) for name, value in same.state_dict().items())
+    with pytest.raises(InputError, match="contains a plan of another model or call"):
+        vc.plan(model(seed=1), "sero", batches(), folder=tmp_path, **options)
+
+
 def test_models_of_timm_itself_are_taken() -> None:
     import timm
 
@@ -141,7 +152,10 @@ def test_models_of_timm_itself_are_taken() -> None:
         (lambda: vc.plan(vc.create_model("resnet18"), "magnitude"), "cannot be pruned: it is a ResNet"),
         (lambda: vc.finetune(model(), batches(), augmentation={"mixup": 0.5}), "augmentation has no effect"),
         (lambda: vc.finetune(model(), batches(), batch_size=4), "batch_size has no effect"),
-        (lambda: vc.plan(model(), "isomorphic", [(batches()[0][0], torch.arange(5)), *batches()]), r"labels \[5\]"),
+        (
+            lambda: vc.plan(model(), "isomorphic", [(batches()[0][0], torch.arange(5)), *batches()]),
+            "16 images have labels of shape 5 ",
+        ),
         (lambda: vc.plan(model(), "isomorphic", [(batches()[0][0], torch.rand(16))]), "float32"),
         (lambda: vc.plan(model(), "isomorphic", []), "batches"),
         (lambda: vc.bench([model()], bach=1), "did you mean batch"),
@@ -192,6 +206,21 @@ def test_labels_that_are_no_classes_of_the_model_are_rejected(labels: Tensor, te
         assert "0 to 3" in str(caught.value.hint)
 
 
+@pytest.mark.parametrize(
+    ("labels", "text"),
+    [
+        (torch.arange(16.0) % 4, "16 images have labels of shape 16 and torch.float32"),
+        (torch.eye(5)[torch.arange(16) % 4], "16 images have labels of shape 16x5 and torch.float32"),
+        (torch.arange(8) % 4, "16 images have labels of shape 8 and torch.int64"),
+    ],
+)
+def test_labels_that_do_not_fit_their_images_are_rejected(labels: Tensor, text: str) -> None:
+    data = Loader((batches()[0][0], labels))
+    for call in (partial(vc.evaluate, model()), partial(vc.finetune, model(), epochs=1)):
+        with pytest.raises(DataError, match=text):
+            call(data)
+
+
 def test_labels_may_be_integers_of_any_type() -> None:
     data = [(images, labels.int()) for images, labels in batches()]
     assert vc.finetune(model(), data, data, epochs=1).history[0]["heldout"]
@@ -229,6 +258,46 @@ def test_data_of_another_form_is_rejected(tmp_path: Path) -> None:
     for use in (partial(vc.evaluate, model()), partial(vc.evaluate, file), partial(vc.finetune, model(), epochs=1)):
         with pytest.raises(InputError, match=r"the images are torch\.uint8"):
             use([((100 * images).byte(), labels)])
+    with pytest.raises(InputError, match="images of shape 16x1x12x12 do not fit, expected batches of 1 x 8 x 8"):
+        vc.evaluate(file, [(torch.zeros(16, 1, 12, 12), labels)])
+
+
+@pytest.mark.parametrize("shape", [(16, 1, 12, 12), (16, 3, 8, 8), (16, 8, 8)])
+def test_images_that_the_model_does_not_take_are_rejected(shape: tuple[int, ...], tmp_path: Path) -> None:
+    images, labels = torch.zeros(shape), torch.arange(16) % 4
+    batch, pairs = Loader((images, labels)), [(image, int(label)) for image, label in zip(images, labels, strict=True)]
+    for data in (batch, *[pairs] * (len(shape) == 4)):
+        for call in (
+            lambda data: vc.evaluate(model(), data),
+            lambda data: vc.plan(model(), "isomorphic", data, align=FINE),
+            lambda data: vc.export(model(), tmp_path / "model.onnx", data=data),
+            *([lambda data: vc.finetune(model(), data, epochs=1)] if data is batch else []),
+        ):
+            with pytest.raises(
+                DataError, match=r"images of shape .* do not fit, expected batches of (1 x 8 x 8|channels)"
+            ):
+                call(data)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_for_any_size_takes_images_of_any_size() -> None:
+    other = [(torch.zeros(4, 1, 12, 12), torch.arange(4))]
+    assert vc.evaluate(model(dynamic_img_size=True), other).total == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_images_are_converted_to_the_type_of_the_weights(dtype: torch.dtype) -> None:
+    exact = [(images.to(torch.bfloat16).float(), labels) for images, labels in batches()]
+    other = [(images.to(dtype), labels) for images, labels in exact]
+    assert vc.evaluate(model(), other) == vc.evaluate(model(), exact)
+    plans = [vc.plan(model(), "isomorphic", data, keep_ratio=0.5, align=FINE) for data in (exact, other)]
+    assert plans[0] == plans[1] and plans[0].kept
+    losses = [vc.finetune(model(), data, epochs=1).history[0]["loss"] for data in (exact, other)]
+    assert losses[0] == losses[1]
+    for data in (exact, Pictures()):
+        network, options = model().to(dtype), {} if data is exact else {"batch_size": 16}
+        assert vc.finetune(network, data, epochs=1, **options).history and network.head.weight.dtype == dtype
+        assert vc.plan(network, "isomorphic", data, keep_ratio=0.5, align=FINE).kept
 
 
 class Coarse:
@@ -342,9 +411,80 @@ def test_the_name_of_a_file_fits_its_format(tmp_path: Path) -> None:
     assert "model.onnx" in str(caught.value.hint)
 
 
-def test_a_compiled_model_is_evaluated() -> None:
-    compiled = torch.compile(model(), backend="eager")
-    assert vc.evaluate(compiled, batches()) == vc.evaluate(model(), batches())
+@pytest.mark.parametrize("wrap", [partial(torch.compile, backend="eager"), nn.DataParallel])
+def test_a_wrapped_model_is_evaluated_and_counted_but_not_changed_or_saved(wrap: Any, tmp_path: Path) -> None:
+    wrapped, plan = wrap(model()), vc.plan(model(), "fixed", activation=[0])
+    assert vc.evaluate(wrapped, batches()) == vc.evaluate(model(), batches())
+    assert vc.count_cost(wrapped) == vc.count_cost(model())
+    for call in (
+        lambda: vc.plan(wrapped, "magnitude"),
+        lambda: vc.prune(wrapped, plan),
+        lambda: vc.fold(wrapped),
+        lambda: vc.save_model(wrapped, tmp_path / "out"),
+        lambda: vc.export(wrapped, tmp_path / "out.onnx"),
+    ):
+        with pytest.raises(InputError, match="wraps a model"):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
+def test_hooks_do_not_run_while_costs_are_counted() -> None:
+    """They could neither read values there nor keep useful ones."""
+    network, outputs = model(), list[float]()
+    network.blocks[0].register_forward_hook(lambda module, args, out: outputs.append(out.sum().item()))
+    network.blocks[1].register_forward_pre_hook(lambda module, args: outputs.append(args[0].sum().item()))
+    assert vc.count_cost(network) == vc.count_cost(model()) and not outputs
+    assert vc.plan(network, "isomorphic", criterion="magnitude", target="params", amount=0.004, align=FINE).kept
+    network(X)
+    assert len(outputs) == 2
+
+
+class Adapted(nn.Linear):
+    """A linear layer that adds something to its outputs, as LoRA does."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + 1
+
+
+def adapted(network: nn.Module) -> None:
+    network.set_submodule("blocks.0.mlp.fc1", Adapted(16, 64))
+
+
+def parametrized(network: nn.Module) -> None:
+    nn.utils.parametrizations.weight_norm(network.get_submodule("blocks.0.attn.qkv"))
+
+
+def tied(network: nn.Module) -> None:
+    network.set_submodule("blocks.1.mlp", network.get_submodule("blocks.0.mlp"))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (adapted, r"its blocks\.0\.mlp\.fc1 is a Adapted; use a plain layer"),
+        (parametrized, r"its blocks\.0\.attn\.qkv is a ParametrizedLinear"),
+        (tied, "some of its layers share their weights"),
+    ],
+)
+def test_layers_that_slicing_and_folding_do_not_know_are_rejected(change: Any, text: str) -> None:
+    network, pruned = model(), vc.prune(model(), vc.plan(model(), "fixed", activation=[0]))
+    change(network), change(pruned)
+    calls = (
+        lambda: vc.plan(network, "magnitude"),
+        lambda: vc.prune(network, pruned.plan),  # type: ignore[arg-type]
+        lambda: vc.fold(pruned),
+    )
+    for call in calls:
+        with pytest.raises(InputError, match=text):
+            call()
+
+
+def test_a_classifier_of_several_layers_stays_if_its_inputs_stay() -> None:
+    network = model()
+    network.head = nn.Sequential(nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 4))
+    assert vc.prune(network, vc.plan(network, "magnitude", keep_heads=0.5))(X).shape == (3, 4)
+    with pytest.raises(InputError, match=r"no mask applies to head\.weight"):
+        vc.prune(network, vc.plan(network, "isomorphic", criterion="magnitude", keep_ratio=0.5, align=FINE))
 
 
 def test_the_process_group_of_the_caller_stays(tmp_path: Path) -> None:

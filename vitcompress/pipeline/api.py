@@ -5,13 +5,13 @@ of methods, trainings, exports and benchmarks are keyword arguments: the keys of
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from copy import deepcopy
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -38,7 +38,7 @@ from vitcompress.pipeline.export import CALIBRATION_IMAGES, write_export
 from vitcompress.pipeline.latency import LatencyClock, measured_on
 from vitcompress.plan import Plan
 from vitcompress.training import distributed
-from vitcompress.training.datasets import as_images
+from vitcompress.training.datasets import as_images, image_size
 from vitcompress.training.loaders import BatchLoader, EvalLoader, open_source
 from vitcompress.training.loop import train
 from vitcompress.training.metrics import Accuracy, calibration_images
@@ -124,14 +124,13 @@ def plan(
     base = context_for(model, data, folder=folder, device=device, seed=seed, **fields)  # owns the temporary folder
     clock = LatencyClock(base.input, base.runtime, base.progress, seed=seed)
     context = replace(base, latency=clock, measured_on=measured_on(base.runtime.device, None))
-    call = {"method": chosen.name, "model": context.plan.digest, "seed": seed}
-    labels = str([part.labels.tolist() for part in (base.data.train, base.data.heldout)])
-    call |= {"options": asdict(settings), "training": asdict(base.train), "inputs": model_digest(model, labels)}
-    if context.memo("call", lambda: call) != json.loads(json.dumps(call)):
-        raise InputError(f"{folder} contains a plan of another model or call", hint="use another folder")
-    model.to(context.runtime.device)
-    delta = plan_step(chosen, model, context, settings)
-    load_handed_over(model, context.folder, context.plan, context.runtime)
+    labels = tensors_digest((), str([part.labels.tolist() for part in (base.data.train, base.data.heldout)]))
+    call = {"method": chosen.name, "model": context.plan.digest, "seed": seed, "labels": labels}
+    call |= {"options": asdict(settings), "training": asdict(base.train)}
+    with _recorded(context.folder / "call.json", call, model, "plan"):
+        model.to(context.runtime.device)
+        delta = plan_step(chosen, model, context, settings)
+        load_handed_over(model, context.folder, context.plan, context.runtime)
     return delta
 
 
@@ -176,22 +175,36 @@ def finetune(  # noqa: PLR0913 (each argument is public and has a default)
     default = {} if teacher is None else {"distillation": "soft"}
     settings = options_of(TrainOptions, {**default, **options}, "training")
     with TemporaryDirectory(prefix="vitcompress-") as scratch, ExitStack() as stack:
-        runtime, state = distributed.start(device, amp, workers), Path(folder or scratch)
+        runtime = replace(distributed.start(device, amp, workers), dtype=next(model.parameters()).dtype)
         stack.callback(runtime.stop)
+        state = Path(folder or scratch)
         at = TrainingContext(create.input_config(model), runtime, state, "finetune", seed, progress or Progress())
         heldout = None if val_data is None else open_source(val_data, runtime, model)
         source = open_source(train_data, runtime, model)
         structure = tensors_digest((), str(getattr(model, "plan", model)))
-        record, new = state / "model.json", {"structure": structure, "weights": [model_digest(model)]}
-        kept = read_json(record) if record.is_file() else new
-        # A stopped training has changed the weights of `model`, so only those of a finished one are compared.
-        finished = len(kept["weights"]) > 1
-        if kept["structure"] != structure or (finished and new["weights"][0] not in kept["weights"]):
-            raise InputError(f"{folder} contains a training of another model", hint="use another folder")
-        write_json(record, kept)
-        result = train(model, source, heldout, settings, at, TrainingControls(teacher=teacher))
-        write_json(record, {**kept, "weights": [kept["weights"][0], model_digest(model)]})
-        return result
+        with _recorded(state / "model.json", {"structure": structure}, model, "training"):
+            return train(model, source, heldout, settings, at, TrainingControls(teacher=teacher))
+
+
+@contextmanager
+def _recorded(
+    record: Path, call: Mapping[str, object], model: nn.Module, what: Literal["plan", "training"]
+) -> Iterator[None]:
+    """Keep in `record` the call, and the weights of `model` before and after it.
+
+    Raises InputError if it has another call, or if `model` has other weights than these. A training that was stopped
+    continues with any weights of this structure, such as a head that is initialised again: its state replaces them.
+    """
+    weights = model_digest(model)
+    new = json.loads(json.dumps({**call, "weights": [weights]}))
+    kept = read_json(record) if record.is_file() else new
+    replaced = what == "training" and len(kept["weights"]) == 1
+    if {**kept, "weights": [weights]} != new or not (replaced or weights in kept["weights"]):
+        message = f"{record.parent} contains a {what} of another model or call"
+        raise InputError(message, hint="use another folder, or the model as it was before this call or after it")
+    write_json(record, kept)
+    yield
+    write_json(record, {**kept, "weights": [kept["weights"][0], model_digest(model)]})
 
 
 def fold(model: nn.Module) -> nn.Module:
@@ -254,7 +267,7 @@ def export(
     path.parent.mkdir(parents=True, exist_ok=True)
     original, calibration = Original(model, noise_images(model), real=False), None
     if data is not None:
-        source = as_images(data)
+        source = as_images(data, image_size(model))
         original = Original(model, calibration_images(source, create.input_config(model), CALIBRATION_IMAGES, seed))
         calibration = Calibration(model, settings, RunFolder.of(path), source, seed, progress or Progress())
     exported = write_export(
