@@ -88,7 +88,9 @@ class Plan:
         model, or names what this plan removed.
         """
         if (later.arch, later.arch_args) != (self.arch, self.arch_args):
-            raise PlanError(f"a plan for {later.arch} cannot follow one for {self.arch} with other arguments")
+            own, new = self.arch_args, later.arch_args
+            names = ", ".join(name for name in {**own, **new} if own.get(name) != new.get(name))
+            raise PlanError(f"a plan for {later.arch} cannot follow one for {self.arch} with other arguments ({names})")
         lists = dict.fromkeys((*later.folded, *later.padded))
         named = {**later.removed, **later.appended, **later.kept, **later.heads, **lists}
         if again := sorted(name for name in named if is_within(module_of(name), self.removed)):

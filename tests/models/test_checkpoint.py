@@ -199,7 +199,7 @@ def test_a_model_that_was_edited_in_place_has_no_plan() -> None:
     model = create_model(contract("plain").arch, contract("plain").arch_args)
     assert plan_of(model) == contract("plain").plan == model.plan
     assert not hasattr(apply_plan(model, contract("plain").plan), "plan")
-    with pytest.raises(PlanError, match="cannot follow one for"):
+    with pytest.raises(PlanError, match=r"cannot follow one for .* with other arguments \(.*\)"):
         prune(create_model(contract("plain").arch), contract("plain").plan)
 
 

@@ -47,8 +47,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 def reject_wrapper(model: nn.Module) -> None:
     """Raise InputError for a module of `unwrap`: its layers have other names than those of the model."""
     if unwrap(model) is not model:
-        hint = "pass the model in it: its attribute `_orig_mod` (torch.compile) or `module`"
-        raise InputError(f"this {type(model).__name__} only wraps a model", hint=hint)
+        raise InputError(f"this {type(model).__name__} only wraps a model", hint="pass its `_orig_mod` or `module`")
 
 
 def prepare_model(model: nn.Module) -> nn.Module:

@@ -23,7 +23,7 @@ from vitcompress.exporters.runner import Runner, RunnerOptions
 from vitcompress.exporters.runtimes import EXPORTERS, available_exporter, open_runner
 from vitcompress.exporters.torch_runner import TorchRunner
 from vitcompress.io.checks import Verification
-from vitcompress.io.files import read_json, write_json
+from vitcompress.io.files import convert_write_errors, read_json, write_json
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import tensors_digest
@@ -264,7 +264,8 @@ def export(
     settings = options_of(ExportOptions, options, f"format {exporter.name}")
     exporter.check(settings)
     exporter.check_path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with convert_write_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
     original, calibration = Original(model, noise_images(model), real=False), None
     if data is not None:
         source = as_images(data, image_size(model))

@@ -270,7 +270,7 @@ def make_optimizer(
         return cast(torch.optim.Optimizer, create_optimizer_v2(parameters, options.optimizer, **extra))
     except (ValueError, TypeError, AssertionError) as error:
         message = f"optimizer {options.optimizer!r} cannot be created: {error}"
-        raise InputError(message, hint="try adamw, sgd or lamb") from error
+        raise InputError(message, hint="try adamw, sgd or lamb, and leave parameters to train") from error
 
 
 def lr_setter(
