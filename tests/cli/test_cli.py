@@ -242,8 +242,7 @@ def test_an_error_of_the_operating_system_is_not_a_bug(monkeypatch: pytest.Monke
 
 @contextmanager
 def with_flag(name: str, value: bool) -> Iterator[None]:
-    with click.Context(click.Command("act")) as context:
-        context.meta[name] = value
+    with click.Context(click.Command("act"), obj={name} if value else set()):
         yield
 
 
@@ -289,6 +288,9 @@ def test_every_option_has_an_environment_variable_of_its_name(monkeypatch: pytes
     assert "-7" in invoke("recipe", "digits_hetdpt").output
     monkeypatch.setenv("VITCOMPRESS_RECIPES_JSON", "1")
     assert "digits_hetdpt" in json.loads(invoke("recipes").stdout)
+    monkeypatch.setenv("VITCOMPRESS_REPORT_JSON", "1")
+    for words in (("report", "nowhere"), ("report", ".", "--max-drop", "-1")):
+        assert json.loads(invoke(*words).stdout)["kind"] == "InputError"
 
 
 def test_quiet_and_verbose(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,8 +34,9 @@ class Commands(click.Group):
     def main(self, args: Sequence[str] | None = None, **extra: Any) -> NoReturn:  # type: ignore[override]
         """As click's `main`, but the exit code is always 0, 1, 2 or 130."""
         arguments = list(sys.argv[1:] if args is None else args)
-        extra |= {"prog_name": extra.get("prog_name") or "vitcompress", "standalone_mode": False}
-        code = _exit_code(functools.partial(super().main, arguments, **extra), arguments)
+        common = {name.strip("-") for name in ("--json", "--debug") if name in arguments}  # before options are parsed
+        extra |= {"prog_name": extra.get("prog_name") or "vitcompress", "standalone_mode": False, "obj": common}
+        code = _exit_code(functools.partial(super().main, arguments, **extra), arguments, common)
         try:
             sys.stdout.flush()
         except (OSError, AttributeError):  # a full disk, or no standard output at all
@@ -86,8 +87,8 @@ def abort_on_interrupts() -> Iterator[None]:
             raise click.Abort
 
 
-def _exit_code(call: Callable[[], Any], arguments: Sequence[str]) -> int:
-    as_json, debug = "--json" in arguments, "--debug" in arguments
+def _exit_code(call: Callable[[], Any], arguments: Sequence[str], common: set[str]) -> int:
+    """common: the options of all commands that are set, complete when `call` ends."""
     try:
         return int(call() or 0)
     except click.Abort:
@@ -95,7 +96,8 @@ def _exit_code(call: Callable[[], Any], arguments: Sequence[str]) -> int:
         click.echo(f"stopped{'; the same command continues' if resumes else ''}", err=True)
         return STOPPED
     except Exception as error:  # noqa: BLE001 - no traceback without --debug
-        return _print_error(_explain(error), as_json, debug and not isinstance(error, click.ClickException))
+        debug = "debug" in common and not isinstance(error, click.ClickException)
+        return _print_error(_explain(error), "json" in common, debug)
 
 
 def _explain(error: Exception) -> VitcompressError:
@@ -143,16 +145,17 @@ def is_main_process() -> bool:
 
 
 def _keep(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-    ctx.meta[str(param.name)] = value
+    if value:
+        ctx.ensure_object(set).add(param.name)
 
 
 def _is_set(option: str) -> bool:
     """Whether an option of all commands is set, in the command that runs."""
     context = click.get_current_context(silent=True)
-    return context is not None and bool(context.meta.get(option))
+    return context is not None and option in (context.obj or ())
 
 
-_kept = functools.partial(flag, expose_value=False, callback=_keep)
+_kept = functools.partial(flag, expose_value=False, callback=_keep, is_eager=True)  # before errors of others
 
 
 @contextlib.contextmanager
@@ -236,7 +239,7 @@ def common_options(command: Callable[..., Any]) -> Callable[..., Any]:
         return context.run(command, *args, **values)
 
     return add_options(
-        _kept("--json as_json", "Print the result as JSON."),
+        _kept("--json", "Print the result as JSON."),
         _kept("--verbose -v", "Show library warnings."),
         _kept("--quiet -q", "Show no progress."),
         _kept("--debug", "Show tracebacks and library warnings."),
@@ -251,7 +254,7 @@ def print_result(data: Any, draw: Callable[[Any], None], failure: str | None = N
     from vitcompress.cli.output import terminal
 
     if is_main_process():
-        (terminal.print_json if _is_set("as_json") else draw)(data)
+        (terminal.print_json if _is_set("json") else draw)(data)
     return report_failure(failure) if failure else 0
 
 
@@ -272,6 +275,6 @@ def report_failure(message: str, hint: str | None = None) -> int:
     """Print a panel, unless the JSON has the reason. Returns exit code 1."""
     from vitcompress.cli.output import terminal
 
-    if not _is_set("as_json") and is_main_process():
+    if not _is_set("json") and is_main_process():
         terminal.print_error(CheckFailedError(message, hint=hint))
     return CheckFailedError.exit_code
