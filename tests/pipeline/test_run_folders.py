@@ -45,6 +45,11 @@ def test_a_folder_of_another_recipe_is_rejected(small: Path) -> None:
     assert "--fresh" in str(caught.value.hint)
     with pytest.raises(OutputError, match="another recipe"):  # what was trained is not what was not
         world.run(small, *world.BARE, weights="random", structure_only=True)
+    with pytest.raises(OutputError, match="another recipe") as caught:
+        world.run(small, *world.BARE, "export.formats=['onnx']")
+    assert "`vitcompress export " in str(caught.value.hint)
+    with pytest.raises(InputError, match="no export format 'onxn', did you mean onnx"):
+        world.run(small, *world.BARE, "export.formats=['onxn']")
     assert tree(small) == before
 
 

@@ -161,8 +161,8 @@ def _checks(job: Job, done: bool, unopened: bool) -> Iterator[Callable[[], objec
     class counts.
     """
     recipe, options = job.recipe, job.options
-    yield partial(check_folder, job.folder, recipe, structure_only=options.structure_only, fresh=options.fresh)
     yield partial(check_formats, recipe)
+    yield partial(check_folder, job.folder, recipe, structure_only=options.structure_only, fresh=options.fresh)
     yield partial(distributed.check_device, recipe.run.device, recipe.run.amp)
     if done:
         return

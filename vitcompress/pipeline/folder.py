@@ -63,8 +63,10 @@ def _check_content(files: RunFolder, expected: str, fresh: bool) -> None:
     if fresh and not text.startswith(HEADER):
         raise OutputError(f"{files.recipe} was not written by a run, so nothing here is replaced", hint=ELSEWHERE)
     if not fresh and text != expected and _rewrite(text) != expected:
-        message = f"{folder} contains a run of another recipe ({difference(text, expected)})"
-        raise OutputError(message, hint=f"{ELSEWHERE}, or --fresh to start over in this one")
+        changed = difference(text, expected)
+        more = f"`vitcompress export {folder}` adds files to a finished run; or " * changed.startswith("export.")
+        message = f"{folder} contains a run of another recipe ({changed})"
+        raise OutputError(message, hint=f"{more}{ELSEWHERE}, or --fresh to start over in this one")
 
 
 def _rewrite(text: str) -> str:

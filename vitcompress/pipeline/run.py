@@ -109,8 +109,8 @@ def run_recipe(
     recipe = apply_options(recipe, options, data)
     folder = options.folder(recipe)
     kind = {"structure_only": options.structure_only, "fresh": options.fresh}
-    check_folder(folder, recipe, **kind)
     check_formats(recipe)
+    check_folder(folder, recipe, **kind)
     with ExitStack() as stack:
         runtime = distributed.start(recipe.run.device, recipe.run.amp, recipe.data.workers)
         stack.callback(runtime.stop)
