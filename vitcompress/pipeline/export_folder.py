@@ -44,16 +44,17 @@ def export_folder(
     """Write the model of a run folder in the format `name`, by default to `model.<suffix>` in the folder.
 
     A precision other than fp32, and bytes as input, are part of the file's name: `model-fp16-uint8.onnx`. Both always
-    are, as in `model-fp32-float32.onnx`, if a recipe wrote another precision or input to `model.onnx`. dense: write the
-    model before pruning, to `dense.<suffix>`. traces: of earlier exports of the same model. Raises InputError for a
-    format or options that are not supported here, and for the name of a file of another format, model, precision or
-    input; ArtifactError without a finished run or the dense model; and as `write_export`.
+    are, and the targets of `--sm`, as in `model-fp32-float32-sm89.rtx.engine`, if the shorter name is that of another
+    file. dense: write the model before pruning, to `dense.<suffix>`. traces: of earlier exports of the same model.
+    Raises InputError for a format or options that are not supported here, and for the name of a file of another format,
+    model, precision, input or target; ArtifactError without a finished run or the dense model; and as `write_export`.
     """
     files, options = RunFolder(folder), options or ExportOptions()
     exporter = available_exporter(name, hint="`vitcompress doctor` lists what this machine can export")
     exporter.check(options)
     source = _source(folder, dense)
-    labels = (options.label, f"-{options.precision}-{'uint8' if options.uint8 else 'float32'}")
+    targets = "".join(f"-sm{target}" for target in options.sm)
+    labels = (options.label, f"-{options.precision}-{'uint8' if options.uint8 else 'float32'}{targets}")
     paths = [files.exported("dense" if dense else "model", f"{label}{exporter.suffix}") for label in labels]
     path = out or next((path for path in paths if not _describe_other(path, options)), paths[0])
     _check_name(exporter, folder, path, options, dense)
@@ -85,24 +86,26 @@ def _source(folder: Path, dense: bool) -> RunFolder:
 
 
 def _check_name(exporter: Exporter, folder: Path, out: Path, options: ExportOptions, dense: bool) -> None:
-    """Raise InputError for the name of a file of another model, format, precision or input."""
+    """Raise InputError for the name of a file of another model, format, precision, input or target."""
     if out.name.startswith(DENSE) is not dense and out.parent.resolve() == folder.resolve():
         raise InputError(
             f"{out} has the name of a file of the {'compressed' if dense else 'dense'} model",
             hint=f"give another --out; names of files of the dense model, and of no others, begin with {DENSE!r}",
         )
     if other := _describe_other(out, options):
-        message = f"{out} is a file of another precision or input ({other})"
+        message = f"{out} is a file of another precision, input or target ({other})"
         raise InputError(message, hint="give another --out, or remove the file")
     exporter.check_path(out)
 
 
 def _describe_other(path: Path, options: ExportOptions) -> str | None:
-    """Precision and input of the file `path`, if they are not those of `options`."""
+    """Precision, input and targets of the file `path`, if they are not those of `options`."""
     old = usable_sidecar(path) if path.is_file() else None  # a damaged one is replaced
-    if old and (old["precision"], "uint8" in old["metadata"].get("input", "")) != (options.precision, options.uint8):
-        return f"{old['precision']}, {old['metadata'].get('input')}"
-    return None
+    if not old:
+        return None
+    kind, targets = old["metadata"].get("input", ""), tuple(old["build"].get("sm", ()))
+    same = (old["precision"], "uint8" in kind, options.sm and targets) == (options.precision, options.uint8, options.sm)
+    return None if same else ", ".join([old["precision"], kind, *(f"sm {target}" for target in targets)])
 
 
 @dataclass(frozen=True)
