@@ -284,6 +284,13 @@ def test_a_norm_without_weights_is_rejected() -> None:
         family_of(model)
 
 
+def test_modules_with_shared_parameters_are_rejected() -> None:
+    model = build("plain")
+    model.blocks[1].mlp.fc1.weight = model.blocks[0].mlp.fc1.weight
+    with pytest.raises(UnsupportedModelError, match="share parameters"):
+        family_of(model)
+
+
 @pytest.mark.parametrize(
     ("arch", "name", "args"),
     [

@@ -466,7 +466,7 @@ def tied(network: nn.Module) -> None:
     [
         (adapted, r"its blocks\.0\.mlp\.fc1 is a Adapted; use a plain layer"),
         (parametrized, r"its blocks\.0\.attn\.qkv is a ParametrizedLinear"),
-        (tied, "some of its layers share their weights"),
+        (tied, "some of its modules share parameters"),
     ],
 )
 def test_layers_that_slicing_and_folding_do_not_know_are_rejected(change: Any, text: str) -> None:

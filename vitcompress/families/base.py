@@ -119,13 +119,13 @@ class Family(ABC):
             return f"it is a {type(model).__name__}"
         if not isinstance(stem, self.stem_type):
             return f"its stem is a {type(stem).__name__}"
+        if len([*model.parameters()]) < len([*model.named_parameters(remove_duplicate=False)]):
+            return "some of its modules share parameters"  # a plan names each of them
         named = dict(model.named_modules())
         norms = (module for name, module in named.items() if "norm" in name.rpartition(".")[2])
         changed = (name for name, module in named.items() if isinstance(module, LAYERS) and type(module) not in LAYERS)
         layers = (f"its {name} is a {type(named[name]).__name__}; use a plain layer" for name in changed)
         problems = (*map(self.block_problem, self.blocks(model).values()), *map(norm_problem, norms), *layers)
-        if len(list(model.parameters())) < len(list(model.named_parameters(remove_duplicate=False))):
-            problems += ("some of its layers share their weights",)
         return next((problem for problem in problems if problem), None)
 
     def block_problem(self, block: Any) -> str | None:
