@@ -70,6 +70,11 @@ def test_downloads_are_notes() -> None:
     assert dry_run(0, "recipe", "small.toml")["notes"] == []
 
 
+def test_a_warm_up_longer_than_the_training_is_a_note() -> None:
+    (note,) = dry_run(0, "recipe", "small.toml", "--set", "finetune.warmup_epochs=9")["notes"]
+    assert note == "warmup_epochs is 9 of 1 epochs, so the learning rate never reaches its peak."
+
+
 def test_costs_need_no_data() -> None:
     result = dry_run(0, "recipe", "deit_s_hetdpt")
     assert result["missing"] == [] and result["notes"][0] == "no data folder is set: set it with --data PATH"

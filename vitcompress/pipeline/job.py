@@ -190,11 +190,15 @@ class Job:
         return "cpu" if self.onnx_problem else str(self.runtime.device)
 
     def notes(self) -> Iterator[str]:
-        """Notes on weights without a revision, images that are left out, and ONNX files on another device."""
+        """Notes on weights without a revision, images that are left out, long warm-ups, and ONNX files elsewhere."""
         if (name := self.resolved.weights).startswith(HUB) and name not in vars(self.recipe.model).values():
             yield f"The weights are {name}; use this name with --weights to get the same again."
         if skipped := () if self.data is None else self.data.skipped:
             yield describe_skipped(skipped)
+        for options in filter(None, (self.recipe.dense, *self.trainings)):
+            if 0 < options.epochs < options.warmup_epochs:
+                warmup = f"warmup_epochs is {options.warmup_epochs} of {options.epochs} epochs"
+                yield f"{warmup}, so the learning rate never reaches its peak."
         if "onnx" in self.recipe.export.formats and self.onnx_problem:
             reason = f"ONNX Runtime does not work on {self.runtime.device} here ({self.onnx_problem})"
             yield f"ONNX files are evaluated and measured on the CPU: {reason}."
