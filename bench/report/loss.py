@@ -22,9 +22,15 @@ def paired_tests(report: Report) -> Iterator[tuple[str, McNemarRecord]]:
             yield name, {**test, "difference": points, "difference_ci95": list(paired_interval(*counts))}
 
 
+def interval_in_points(test: McNemarRecord) -> tuple[float, float]:
+    """The 95 % interval of the difference in percentage points, both ends rounded outwards to two digits."""
+    low, high = (round(1e4 * end, 6) for end in test["difference_ci95"])
+    return math.floor(low) / 100, math.ceil(high) / 100
+
+
 def describe_difference(test: McNemarRecord) -> str:
-    """`-0.6 points (p = 0.59), loses at most 2.48 points (95 %)`: the lower end of the interval, rounded down."""
-    low = math.floor(round(1e4 * test["difference_ci95"][0], 6)) / 100
+    """`-0.6 points (p = 0.59), loses at most 2.48 points (95 %)`: the lower end of the interval."""
+    low, _ = interval_in_points(test)
     bound = f"{'loses at most' if low < 0 else 'gains at least'} {abs(low):.2f} points (95 %)"
     return f"{100 * test['difference']:+.1f} points (p = {test['p_value']:.2g}), {bound}"
 

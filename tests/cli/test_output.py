@@ -231,6 +231,15 @@ def test_a_command_for_the_target_is_printed_once(capsys: pytest.CaptureFixture[
     assert "run it on the target: verify x" in text and "of another version; on the target: verify x" in text
 
 
+def test_ends_of_an_interval_are_rounded_outwards(capsys: pytest.CaptureFixture[str]) -> None:
+    counts = {"only_a": 3, "only_b": 2, "p_value": 1.0, "difference": -0.001, "difference_ci95": [-0.012411, 0.010321]}
+    row = {"correct": 9, "total": 10, "top1": 0.9, "top1_ci95": [0.8, 1.0], "top5": 1.0, "speed": None, "sha256": None}
+    rows: Any = [{**row, "artifact": name} for name in "ab"]
+    test: Any = {"a": "a", "b": "b", **counts}
+    tables.print_accuracy({"images": 10, "classes": 2, "rows": rows, "mcnemar": [test]})
+    assert "loses at most 1.25 points (95 %)\n  -1.25 to +1.04 points (95 %" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_names_of_checks_break_at_dots_only(
     width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -7,7 +7,7 @@ from typing import Any
 from vitcompress.bench.accuracy import Evaluation
 from vitcompress.bench.report.compare import Comparison
 from vitcompress.bench.report.files import format_speed
-from vitcompress.bench.report.loss import describe_difference
+from vitcompress.bench.report.loss import describe_difference, interval_in_points
 from vitcompress.bench.report.records import BenchRecord, CheckRecord
 from vitcompress.bench.report.run import check_table
 from vitcompress.cli.output.terminal import print_line, print_table, print_text
@@ -205,10 +205,10 @@ def print_accuracy(evaluation: Evaluation) -> None:
     print_table(Table.of("", columns, evaluation["rows"]))
     for test in evaluation["mcnemar"]:
         a, b = names[test["a"]], names[test["b"]]
-        low, high = (f"{100 * end:+.2f}" for end in test["difference_ci95"])
+        low, high = interval_in_points(test)
         print_text(f"{b} against {a}: {describe_difference(test)}")
         counts = f"only {a} is correct: {test['only_a']}, only {b}: {test['only_b']}"
-        print_text(f"  {low} to {high} points (95 %, Tango's interval); {counts} (McNemar's exact test)")
+        print_text(f"  {low:+.2f} to {high:+.2f} points (95 %, Tango's interval); {counts} (McNemar's exact test)")
 
 
 def print_doctor(facts: Mapping[str, Any]) -> None:
