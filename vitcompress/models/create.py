@@ -31,7 +31,7 @@ NOISE = 0.1  # standard deviation for `randomize_constants`: small compared with
 OVERLAY, LABELS = "pretrained_cfg_overlay", "label_names"  # argument of timm.create_model, and a key in it
 INITIALIZERS = {"uniform_", "normal_", "erfinv_", "mul_", "add_", "clamp_", "fill_", "zero_"}
 Side = Annotated[int, Ge(1), Le(2**14)]  # pixels, or channels
-CHANGE = "change the argument in model.args, as in --set model.args.depth=12"
+CHANGE = "change the argument in model.args, as in --set model.args.NAME=VALUE"
 MOST_PARAMETERS = 2**36  # ten times as many as the largest model of timm
 UNKNOWN = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
 
