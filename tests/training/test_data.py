@@ -120,6 +120,10 @@ def truncate_one(root: Path) -> None:
     path.write_bytes(path.read_bytes()[:1500])  # its header is whole, its pixels are not
 
 
+def deepen_one(root: Path) -> None:
+    Image.fromarray(np.full((5, 6), 1000, np.uint16)).save(root / "val/b/0.png")
+
+
 def remove(*names: str) -> Callable[[Path], None]:
     def change(root: Path) -> None:
         for name in names:
@@ -150,6 +154,7 @@ def empty(name: str) -> Callable[[Path], None]:
         (empty("val/a"), "class folders without images: a"),
         (break_one, r"1 image cannot be read: .*1\.png"),
         (truncate_one, r"1 image cannot be read: .*0\.png"),
+        (deepen_one, r"0\.png .*more than 8 bits \(mode I;16\)"),
         (lambda root: (root / "val/zz").mkdir(), "unknown class zz"),
     ],
 )

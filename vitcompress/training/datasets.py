@@ -224,7 +224,9 @@ def decode(file: str | Path | BytesIO, name: str = "") -> Image.Image:
         with Image.open(file, formats=_FORMATS) as image:
             if image.width * image.height > _MOST_PIXELS:
                 raise ValueError(f"{image.width} x {image.height} pixels are more than {_MOST_PIXELS:,}")
-            return image.convert("L" if image.mode in ("1", "L", "I;16") else "RGB")
+            if image.mode[0] in "IF":  # Pillow clips them to 255
+                raise ValueError(f"its pixels have more than 8 bits (mode {image.mode}); convert it to 8 bits")
+            return image.convert("L" if image.mode in ("1", "L") else "RGB")
     except _UNREADABLE as error:
         raise DataError(f"image {name or file} cannot be read: {error}", hint="remove or replace this file") from error
 
