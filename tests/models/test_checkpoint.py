@@ -253,8 +253,8 @@ def test_damaged_pytorch_files_raise_weights_errors(zipped: bool, tmp_path: Path
 @pytest.mark.parametrize("wrap", [lambda s: s, lambda s: {"model": s}, lambda s: {"state_dict": s, "epoch": 3}])
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
 def test_checkpoints_of_training_scripts_are_unwrapped(wrap, prefix: str, tmp_path: Path) -> None:
-    torch.save(wrap({f"{prefix}a.weight": torch.ones(2)}), tmp_path / "w.pth")
-    assert read_checkpoint(tmp_path / "w.pth")[0].keys() == {"a.weight"}
+    torch.save(wrap({f"{prefix}{name}": torch.ones(2) for name in ("a.weight", "b")}), tmp_path / "w.pth")
+    assert read_checkpoint(tmp_path / "w.pth")[0].keys() == {"a.weight", "b"}
 
 
 @pytest.mark.parametrize("others", [("state_dict", "state_dict_ema"), ("model", "model_ema")])

@@ -169,7 +169,7 @@ def test_weights_of_another_architecture_are_named(trained: str, used: str, mess
 
 
 @pytest.mark.parametrize("key", ["state_dict_ema", "model_state_dict", "model", "module"])
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.module.", "model."])
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.module.", "model.", "net.backbone."])
 def test_keys_and_prefixes_of_training_scripts(key: str, prefix: str, tmp_path: Path) -> None:
     model = saved(tmp_path / "a.pth")
     state = {f"{prefix}{name}": tensor for name, tensor in model.state_dict().items()}

@@ -3,7 +3,7 @@
 import argparse
 import pickle
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from pathlib import Path, PosixPath
 from typing import Any
@@ -24,8 +24,6 @@ DAMAGED = (*LIBRARY_ERRORS, pickle.UnpicklingError, struct.error, OSError, EOFEr
 
 # Keys of the weights in checkpoints of training scripts, in timm's order: averaged weights first.
 PARTS = ("state_dict_ema", "model_ema", "state_dict", "model_state_dict", "model", "module", "net")
-# Name prefixes of compiled and distributed models, in either order, and of Lightning's and transformers' wrappers.
-WRAPPERS = ("_orig_mod.", "module.", "_orig_mod.", "model.", "timm_model.")
 # Classes of options and scores in checkpoints of training scripts, all of them plain data.
 PLAIN_TYPES: list[Any] = [argparse.Namespace, PosixPath, np.float64(0).__reduce__()[0], np.dtype]
 PLAIN_TYPES += [type(np.dtype(name)) for name in ("float32", "float64", "int64")]
@@ -60,17 +58,16 @@ def tensors_digest(tensors: Iterable[Tensor], settings: str = "") -> str:
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a file that `save_tensors` wrote, with their names there. Raises as `read_checkpoint`."""
-    return read_checkpoint(path, wrappers=())[0]
+    return read_checkpoint(path, wrapped=False)[0]
 
 
-def read_checkpoint(
-    path: Path, wrappers: Sequence[str] = WRAPPERS
-) -> tuple[dict[str, Tensor], str | None, dict[str, Any]]:
+def read_checkpoint(path: Path, *, wrapped: bool = True) -> tuple[dict[str, Tensor], str | None, dict[str, Any]]:
     """Weights by name, the key of PARTS that they are from, and everything else in the file.
 
     path: safetensors with metadata, or a PyTorch checkpoint (read with `weights_only=True`). From one of a training
-    script, loads the first of PARTS. Strips the prefixes `wrappers`. Raises WeightsError for a file that is missing,
-    truncated, of another format, or contains pickled code.
+    script, loads the first of PARTS. wrapped: remove prefixes that all names share, such as `module.`: they are those
+    of compiled, distributed and user-defined wrappers. Raises WeightsError for a file that is missing, truncated, of
+    another format, or contains pickled code.
     """
     path = Path(path)
     if not path.is_file():
@@ -97,9 +94,8 @@ def read_checkpoint(
         if tensor.dtype not in TYPES or tensor.layout != torch.strided or tensor.is_meta:
             about = f"{tensor.dtype}, {tensor.layout}, {tensor.device}".replace("torch.", "")
             raise WeightsError(f"{path} cannot be used: {name} is {about}", hint="save dense floats")
-    for wrapper in wrappers:
-        if all(name.startswith(wrapper) for name in tensors):
-            tensors = {name.removeprefix(wrapper): tensor for name, tensor in tensors.items()}
+    while wrapped and len({name.partition(".")[0] for name in tensors}) == 1 and all("." in name for name in tensors):
+        tensors = {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
     return tensors, part, content
 
 

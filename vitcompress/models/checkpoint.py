@@ -134,7 +134,7 @@ def _rebuild(plan: Plan, tensors: Mapping[str, Tensor]) -> nn.Module:
 
 def load_for(path: Path, plan: Plan) -> dict[str, Tensor]:
     """Load the safetensors file `path`. Raises PlanError if its metadata name another plan."""
-    tensors, _, metadata = read_checkpoint(path, wrappers=())
+    tensors, _, metadata = read_checkpoint(path, wrapped=False)
     if metadata.get("plan", plan.digest) != plan.digest:
         message = f"{path.parent}: {path.name} was saved with another plan"
         raise PlanError(message, hint="plan.json was edited or belongs to another run; restore it")
