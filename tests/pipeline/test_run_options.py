@@ -13,19 +13,22 @@ from whole_runs import LOGITS, SMALL, digits, logits, onnx_logits, tree, with_st
 from vitcompress import surgery
 from vitcompress.errors import OutputError, WeightsError
 from vitcompress.families import Family, family_of
+from vitcompress.io.progress import Progress
 from vitcompress.io.tensors import save_tensors
 from vitcompress.io.training_state import load_state
 from vitcompress.methods.table import METHODS
 from vitcompress.models.checkpoint import load_model, load_model_files
 from vitcompress.models.cost import count_cost
 from vitcompress.models.create import create_model
+from vitcompress.pipeline import report
 from vitcompress.pipeline.dry_run import dry_run_recipe
-from vitcompress.pipeline.job import RunOptions, apply_options
+from vitcompress.pipeline.job import RunOptions, apply_options, create_job
 from vitcompress.pipeline.run import run_recipe
 from vitcompress.plan import Plan
 from vitcompress.recipe.load import load_recipe
 from vitcompress.surgery.gates import GatedModel
 from vitcompress.training.data import open_data
+from vitcompress.training.distributed import Runtime
 from vitcompress.training.options import DataOptions
 
 
@@ -218,3 +221,10 @@ def test_layers_that_faded_out_are_removed_from_the_deployed_model(tmp_path: Pat
     for site in gated.sites:
         gated.set_gate(site.name, 1.0)
     assert float((logits(gated, images) - deployed).abs().max()) > 100 * LOGITS * scale
+
+
+@pytest.mark.parametrize(("name", "distilled"), [("deit_s_hetdpt", True), ("nose_deit_s_3", False)])
+def test_only_reports_of_distilled_weights_name_their_teacher(name: str, distilled: bool) -> None:
+    options, recipe = RunOptions(), load_recipe(name)
+    job = create_job(apply_options(recipe, options), options, Runtime(torch.device("cpu")), Progress())
+    assert any("RegNetY" in line for line in report._remarks(job)) == distilled

@@ -305,11 +305,8 @@ def _remarks(job: Job) -> Iterator[str]:
         )
     if job.recipe.model.weights == "random":
         yield "The weights are random."
-    if job.recipe.published is not None and not job.options.structure_only and job.recipe.model.weights == "hub":
-        yield (
-            "The dense weights of distilled DeiT were themselves trained with a RegNetY teacher, so no result that "
-            "starts from them was reached without an extra model."
-        )
+    if "distilled" in job.base.arch and not job.options.structure_only and job.recipe.model.weights == "hub":
+        yield "The dense weights were trained with a RegNetY teacher: no result from them is without an extra model."
     dense = (_read(job.files.accuracy) or {}).get("dense")
     if dense and job.data is not None and guessed(dense["correct"], job.data.test.labels):
         yield "The dense model is no better than guessing, so these accuracies do not show what pruning costs."
