@@ -121,7 +121,9 @@ def test_published_and_counted_sizes_are_compared(monkeypatch: pytest.MonkeyPatc
 
 def test_recipes_are_listed_and_shown() -> None:
     assert json.loads(invoke("recipes", "--json").stdout) == recipes.summaries()
-    assert all(name in invoke("recipes").stdout for name in recipes.names())
+    listed = invoke("recipes")
+    assert all(name in listed.stdout for name in recipes.names()) and listed.stderr == ""
+    assert listed.stdout.index("up_pvtv2_b1") < listed.stdout.index("digits_random"), "baselines are last"
     assert invoke("recipes", "show", "digits_nose").stdout == recipes.text("digits_nose")
     shown = json.loads(invoke("recipes", "show", "digits_nose", "--json").stdout)
     assert shown == {"name": "digits_nose", "toml": recipes.text("digits_nose")}

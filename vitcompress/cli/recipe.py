@@ -122,14 +122,11 @@ def recipes(ctx: click.Context, count: bool) -> int:
     if ctx.invoked_subcommand is not None:
         return 0
     if not count:
-        from vitcompress.cli.output.terminal import print_line, print_pairs
+        from vitcompress.cli.output.terminal import print_pairs
         from vitcompress.methods.options import ABLATIONS
 
         def draw(summaries: dict[str, str]) -> None:
-            ablations = {name for name in summaries if shipped.methods(name) & {*ABLATIONS}}
-            print_pairs((name, text) for name, text in summaries.items() if name not in ablations)
-            print_line("\nablations and baselines:")
-            print_pairs((name, summaries[name]) for name in sorted(ablations))
+            print_pairs(sorted(summaries.items(), key=lambda pair: bool(shipped.methods(pair[0]) & {*ABLATIONS})))
 
         return print_result(shipped.summaries(), draw)
     with show_progress(collect=False) as progress:
