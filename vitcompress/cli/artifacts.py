@@ -275,7 +275,7 @@ def report(folders: tuple[str, ...], plot: Path | None, max_drop: float | None, 
 
             write_text(sbom, build_sbom(Path(folders[0]), result["runs"][folders[0]]))
             progress.note(f"bill of materials: {sbom}")
-        if result["plot"] and len(folders) == 1:
+        if result["plot"]:
             progress.note(f"plot: {result['plot']}")
         page = reports.markdown(result["runs"][folders[0]])
     show = tables.print_comparison if len(folders) > 1 else lambda _: terminal.print_document(page, "markdown")

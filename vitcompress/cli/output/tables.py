@@ -80,7 +80,7 @@ def print_dry_run(plan: DryRun) -> None:
     values: Columns = {"source": lambda row: row[0], "dense model": lambda row: row[1]}
     print_table(Table.of("", values, list_by_source(plan.settings).items()), wrap=True)
     if plan.cost:
-        print_table(Table.of(f"Cost (layers or channels: {plan.layers})", cost, records))
+        print_table(Table.of("Cost" + f" (layers or channels: {plan.layers})" * bool(plan.layers), cost, records))
     _print_missing(plan)
 
 
@@ -166,8 +166,6 @@ def print_comparison(comparison: Comparison) -> None:
     """Several runs side by side."""
     cells = comparison["table"]
     print_table(Table("", tuple(cells["columns"]), tuple(map(tuple, cells["rows"]))))
-    if comparison.get("plot"):
-        print_text(f"plot: {comparison['plot']}")
     for run, reason in comparison["not_plotted"].items():
         print_text(f"not in a plot: {run}: {reason}")
 
