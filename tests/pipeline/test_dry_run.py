@@ -72,7 +72,7 @@ def test_downloads_are_notes() -> None:
 
 def test_a_warm_up_longer_than_the_training_is_a_note() -> None:
     (note,) = dry_run(0, "recipe", "small.toml", "--set", "finetune.warmup_epochs=9")["notes"]
-    assert note == "warmup_epochs is 9 of 1 epochs, so the learning rate never reaches its peak."
+    assert note == "warmup_epochs is 9 of 1 epochs: the learning rate never peaks."
 
 
 def test_costs_need_no_data() -> None:

@@ -63,10 +63,9 @@ def _check_content(files: RunFolder, expected: str, fresh: bool) -> None:
     if fresh and not text.startswith(HEADER):
         raise OutputError(f"{files.recipe} was not written by a run, so nothing here is replaced", hint=ELSEWHERE)
     if not fresh and text != expected and _rewrite(text) != expected:
-        changed = difference(text, expected)
-        more = f"`vitcompress export {folder}` adds files to a finished run; or " * changed.startswith("export.")
-        message = f"{folder} contains a run of another recipe ({changed})"
-        raise OutputError(message, hint=f"{more}{ELSEWHERE}, or --fresh to start over in this one")
+        message = f"{folder} contains a run of another recipe ({difference(text, expected)})"
+        hint = f"{ELSEWHERE}, start over in this one with --fresh, or add exported files with `vitcompress export`"
+        raise OutputError(message, hint=hint)
 
 
 def _rewrite(text: str) -> str:

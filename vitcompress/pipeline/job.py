@@ -195,10 +195,9 @@ class Job:
             yield f"The weights are {name}; use this name with --weights to get the same again."
         if skipped := () if self.data is None else self.data.skipped:
             yield describe_skipped(skipped)
-        for options in filter(None, (self.recipe.dense, *self.trainings)):
-            if 0 < options.epochs < options.warmup_epochs:
-                warmup = f"warmup_epochs is {options.warmup_epochs} of {options.epochs} epochs"
-                yield f"{warmup}, so the learning rate never reaches its peak."
+        for own in filter(None, (self.recipe.dense, *self.trainings)):
+            if 0 < own.epochs < own.warmup_epochs:
+                yield f"warmup_epochs is {own.warmup_epochs} of {own.epochs} epochs: the learning rate never peaks."
         if "onnx" in self.recipe.export.formats and self.onnx_problem:
             reason = f"ONNX Runtime does not work on {self.runtime.device} here ({self.onnx_problem})"
             yield f"ONNX files are evaluated and measured on the CPU: {reason}."
