@@ -71,14 +71,11 @@ def dense_models(runs: Mapping[str, Report]) -> dict[str, list[tuple[str, Report
 def _cells(report: Report, model: Model, largest: Sequence[int]) -> tuple[str, ...]:
     accuracy, speed, verify = _accuracy(report, model), _speed(report), report.get("verify")
     top1 = format_accuracy(accuracy) if accuracy else NOT_MEASURED
-    dense = report["cost"]["dense"]
-    if model != "compressed":  # both are of the same architecture
-        return (top1, *(format_count(dense[key], like) for key, like in zip(COUNTS, largest, strict=True)), "1x", "")
-    after = report["cost"]["compressed"]
-    counts = [
-        f"{format_count(after[key], like)} ({format_change(dense[key], after[key])})"
-        for key, like in zip(COUNTS, largest, strict=True)
-    ]
+    dense, cost = (report["cost"][name] for name in ("dense", "compressed" if model == "compressed" else "dense"))
+    counts = [format_count(cost[key], like) for key, like in zip(COUNTS, largest, strict=True)]
+    if model != "compressed":  # the control has the architecture of the dense model
+        return top1, *counts, "1x", ""
+    counts = [f"{count} ({format_change(dense[key], cost[key])})" for count, key in zip(counts, COUNTS, strict=True)]
     checks = "not run" if not verify else "passed" if verify["passed"] else "failed"
     return top1, *counts, f"{format_speedup(speed[1])}, batch {speed[1]['batch']}" if speed else NOT_MEASURED, checks
 

@@ -88,7 +88,6 @@ def abort_on_interrupts() -> Iterator[None]:
 
 
 def _exit_code(call: Callable[[], Any], arguments: Sequence[str], common: set[str]) -> int:
-    """common: the options of all commands that are set, complete when `call` ends."""
     try:
         return int(call() or 0)
     except click.Abort:
@@ -96,8 +95,9 @@ def _exit_code(call: Callable[[], Any], arguments: Sequence[str], common: set[st
         click.echo(f"stopped{'; the same command continues' if resumes else ''}", err=True)
         return STOPPED
     except Exception as error:  # noqa: BLE001 - no traceback without --debug
-        debug = "debug" in common and not isinstance(error, click.ClickException)
-        return _print_error(_explain(error), "json" in common, debug)
+        if "debug" in common and not isinstance(error, click.ClickException):
+            traceback.print_exc()
+        return _print_error(_explain(error), "json" in common)
 
 
 def _explain(error: Exception) -> VitcompressError:
@@ -124,12 +124,10 @@ def _explain(error: Exception) -> VitcompressError:
     return VitcompressError(message, hint=f"{remedy}--debug shows where it happened")
 
 
-def _print_error(error: VitcompressError, as_json: bool, debug: bool) -> int:
+def _print_error(error: VitcompressError, as_json: bool) -> int:
     """Print the error once, by one of the processes that torchrun has started. Returns the exit code."""
     from vitcompress.cli.output import terminal
 
-    if debug:
-        traceback.print_exc()
     if isinstance(error, InputError) and os.environ.get("LOCAL_RANK", "0") != "0":
         return error.exit_code
     try:
@@ -190,8 +188,7 @@ def show_progress(*, collect: bool = True) -> Iterator[Progress]:
 
 # Arguments and options that name files which must exist -> the next step if one does not.
 FILES = {
-    "folder": "name a run folder, such as runs/digits_hetdpt",
-    "folders": "name run folders, such as runs/digits_hetdpt",
+    **dict.fromkeys(("folder", "folders"), "name a run folder, such as runs/digits_hetdpt"),
     "artifacts": "use a run folder, an exported file, timm:NAME or timm-onnx:NAME",
     "artifact": "use a run folder or an exported file",
     "data": "expected PATH/train/CLASS/IMAGE and PATH/val/CLASS/IMAGE",
