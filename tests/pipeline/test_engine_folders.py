@@ -203,7 +203,7 @@ def test_a_required_check_that_did_not_run_fails(name: str, folder: Path, tmp_pa
 def test_an_engine_for_other_gpus_is_not_replaced(folder: Path) -> None:
     words = ["export", str(folder), "--format", "trt-rtx", "--precision", "fp16", "--out", str(folder / ENGINE), "--sm"]
     done = CliRunner().invoke(main, [*words, "120", "--json"])
-    assert done.exit_code == 2 and "another precision, input or target (fp16, " in done.stdout
+    assert done.exit_code == 2 and "another precision or input, or for other GPUs (fp16, " in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def _check_name(exporter: Exporter, folder: Path, out: Path, options: ExportOpti
             hint=f"give another --out; names of files of the dense model, and of no others, begin with {DENSE!r}",
         )
     if other := _describe_other(out, options):
-        message = f"{out} is a file of another precision, input or target ({other})"
+        message = f"{out} is a file of another precision or input, or for other GPUs ({other})"
         raise InputError(message, hint="give another --out, or remove the file")
     exporter.check_path(out)
 
