@@ -306,7 +306,7 @@ def _remarks(job: Job) -> Iterator[str]:
     if job.recipe.model.weights == "random":
         yield "The weights are random."
     if "distilled" in job.base.arch and not job.options.structure_only and job.recipe.model.weights == "hub":
-        yield "The dense weights were trained with a RegNetY teacher: no result from them is without an extra model."
+        yield "The dense weights were distilled from a RegNetY, so results that start from them used an extra model."
     dense = (_read(job.files.accuracy) or {}).get("dense")
     if dense and job.data is not None and guessed(dense["correct"], job.data.test.labels):
         yield "The dense model is no better than guessing, so these accuracies do not show what pruning costs."
