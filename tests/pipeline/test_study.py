@@ -227,6 +227,15 @@ def test_other_folders_are_rejected(tiny: Path, whole: tuple[Path, dict[str, Any
         run_study(load_study(str(tiny)), StudyOptions(folder, seeds=1))
 
 
+def test_a_relative_path_of_data_is_that_of_the_run_folders(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs record absolute paths: with another path, a study did not find its dense model or its earlier runs."""
+    monkeypatch.chdir(tmp_path)
+    study = load_study(str(tiny), ["base.data.source=imagefolder", "base.data.path=pictures"])
+    assert {run.recipe.data.path for run in StudyOptions().runs(study)} == {str(tmp_path / "pictures")}
+
+
 def test_a_setting_that_a_run_of_an_earlier_version_lacks_has_its_default(
     tiny: Path, whole: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:

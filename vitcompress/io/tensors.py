@@ -65,9 +65,8 @@ def read_checkpoint(path: Path, *, wrapped: bool = True) -> tuple[dict[str, Tens
     """Weights by name, the key of PARTS that they are from, and everything else in the file.
 
     path: safetensors with metadata, or a PyTorch checkpoint (read with `weights_only=True`). From one of a training
-    script, loads the first of PARTS. wrapped: remove prefixes that all names share, such as `module.`: they are those
-    of compiled, distributed and user-defined wrappers. Raises WeightsError for a file that is missing, truncated, of
-    another format, or contains pickled code.
+    script, loads the first of PARTS. wrapped: remove prefixes that all names share, as of wrappers (`module.`). Raises
+    WeightsError for a file that is missing, truncated, of another format, or contains pickled code.
     """
     path = Path(path)
     if not path.is_file():

@@ -18,7 +18,7 @@ from vitcompress.io.files import read_json, write_json
 from vitcompress.io.progress import Progress
 from vitcompress.pipeline.dry_run import dry_run_recipe
 from vitcompress.pipeline.folder import ELSEWHERE, check_folder, claim_folder
-from vitcompress.pipeline.job import RunOptions
+from vitcompress.pipeline.job import RunOptions, apply_options
 from vitcompress.pipeline.run import run_recipe
 from vitcompress.pipeline.study.results import measure_speed, write_results
 from vitcompress.pipeline.study.spec import Run, Study
@@ -54,7 +54,8 @@ class StudyOptions:
         for name, value in (("seeds", self.seeds), ("jobs", self.jobs)):
             if not 1 <= value <= MOST:
                 raise InputError(f"{name} must be 1 or more, got {value}", hint=f"use --{name} from 1 to {MOST}")
-        pairs, folder = product(study.rows, range(self.seeds)), self.folder(study)
+        rows = [replace(row, recipe=apply_options(row.recipe, RunOptions())) for row in study.rows]  # as runs record it
+        pairs, folder = product(rows, range(self.seeds)), self.folder(study)
         recipes = ((row, seed, replace(row.recipe, run=replace(row.recipe.run, seed=seed))) for row, seed in pairs)
         return tuple(Run(row, seed, folder / f"{row.name}-seed{seed}", recipe) for row, seed, recipe in recipes)
 
