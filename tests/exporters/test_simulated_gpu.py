@@ -35,7 +35,7 @@ assert layer.weight.grad.is_cuda and not layer.weight.detach().cpu().is_cuda and
 """
 # With everything that training can do on a device.
 TRAINING = """
-augmentation = { mixup = 0.8, cutmix = 1.0, reprob = 0.5 }
+augmentation = { no_aug = false, mixup = 0.8, cutmix = 1.0, reprob = 0.5 }
 ema = 0.9
 clip_grad = 1.0
 """
