@@ -152,7 +152,8 @@ def test_models_that_cannot_be_saved_are_rejected_and_nothing_is_written(tmp_pat
         save_model(model, tmp_path / "run")
     with pytest.raises(InputError, match=r"not as timm builds it with .*: blocks\.0\.mlp\.act differs"):
         save_model(apply_plan(build("plain"), Plan("any", removed={"blocks.0.mlp.act": "identity"})), tmp_path / "new")
-    for part, replacement in (("norm", nn.LayerNorm(3)), ("blocks.0.mlp.act", nn.ReLU())):  # the second has no weights
+    others = {"norm": nn.LayerNorm(3), "blocks.0.mlp.act": nn.ReLU(), "blocks.0.norm1": nn.LayerNorm(16, eps=0.5)}
+    for part, replacement in others.items():  # the last two have tensors of the same shapes, or none
         changed = deepcopy(model)
         changed.set_submodule(part, replacement)
         with pytest.raises(WeightsError, match=f"is not the model of its plan: {part} differs"):

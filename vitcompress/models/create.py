@@ -166,9 +166,9 @@ def find_difference(model: nn.Module, other: nn.Module) -> str:
 
 
 def _structure(model: nn.Module) -> dict[str, str]:
-    """Types of all modules and shapes of all tensors; modules that only drop values while training do not count."""
-    named, drops = model.named_modules(remove_duplicate=False), (nn.Identity, DropPath, PatchDropout)
-    modules = {name: "" if isinstance(module, drops) else str(type(module)) for name, module in named}
+    """Types and settings of modules, but of those that only drop values while training, and shapes of all tensors."""
+    named, drops = model.named_modules(remove_duplicate=False), (nn.Identity, DropPath, PatchDropout, nn.Dropout)
+    modules = {name: "" if isinstance(m, drops) else f"{type(m)} {m.extra_repr()}" for name, m in named}
     return modules | {name: str(tuple(tensor.shape)) for name, tensor in model.state_dict().items()}
 
 
