@@ -160,7 +160,7 @@ def plan_of(model: nn.Module) -> Plan:
 
 
 def find_difference(model: nn.Module, other: nn.Module) -> str:
-    """The first module or tensor of two models with different types or shapes; empty if there is none."""
+    """The first module of another type or settings, or tensor of another shape, in two models; empty if none is."""
     own, others = _structure(model), _structure(other)
     return next((name or "its class" for name in {**own, **others} if own.get(name) != others.get(name)), "")
 
