@@ -62,6 +62,15 @@ class Stream:
         return iter(batches())
 
 
+class Frames(torch.utils.data.IterableDataset[tuple[Tensor, int]]):
+    """A stream of (image, class) pairs for torch's DataLoader."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        return (
+            (image, int(label)) for images, labels in batches() for image, label in zip(images, labels, strict=True)
+        )
+
+
 @pytest.mark.parametrize(
     "data", [batches(), Pictures(), Stream(), torch.utils.data.DataLoader(Pictures(), collate_fn=list)]
 )
@@ -145,6 +154,11 @@ def test_models_of_timm_itself_are_taken() -> None:
         (lambda: vc.plan(model(), "isomorphic", batches(), keep_ratio=2.0), "keep_ratio"),
         (lambda: vc.finetune(model(), batches(), epoch=3), "epoch"),
         (lambda: vc.finetune(model(), iter(batches())), "without a length"),
+        (lambda: vc.finetune(model(), torch.utils.data.DataLoader(Frames(), 4)), "a DataLoader without a length"),
+        (lambda: vc.finetune(model(), batches(), teacher=model().half(), epochs=1), "computes in torch.float16"),
+        (lambda: vc.evaluate(model(), None), "a NoneType without a length"),
+        (lambda: vc.evaluate(model(), batches(), batch_size=0), "batch_size is 0, expected 1 or more"),
+        (lambda: vc.prune(model(), "plan.json"), "the plan is a str"),  # type: ignore[arg-type]
         (lambda: vc.export(model(), "x.tflite"), "suffix"),
         (lambda: vc.export(model(), "x.engine"), "trt and trt-rtx"),
         (lambda: vc.export(model(), "x.onnx", precision="int4"), "precision"),
@@ -224,6 +238,22 @@ def test_labels_that_do_not_fit_their_images_are_rejected(labels: Tensor, text: 
             call(data)
 
 
+@pytest.mark.parametrize("disabled", [torch.no_grad, torch.inference_mode])
+def test_gradients_are_computed_where_the_caller_disables_them(disabled: Any) -> None:
+    expected, same, data = model(), model(), batches()
+    losses = vc.finetune(expected, data, epochs=1).history[0]["loss"]
+    plan = vc.plan(expected, "isomorphic", data, keep_ratio=0.5, align=FINE)
+    with disabled():
+        assert vc.finetune(same, data, epochs=1).history[0]["loss"] == losses
+        assert vc.plan(same, "isomorphic", data, keep_ratio=0.5, align=FINE) == plan
+
+
+def test_evaluation_takes_streams() -> None:
+    expected = vc.evaluate(model(), batches())
+    for stream in (Stream(), torch.utils.data.DataLoader(Frames(), 16)):
+        assert vc.evaluate(model(), stream).correct == expected.correct
+
+
 def test_labels_may_be_integers_of_any_type() -> None:
     data = [(images, labels.int()) for images, labels in batches()]
     assert vc.finetune(model(), data, data, epochs=1).history[0]["heldout"]
@@ -243,6 +273,16 @@ class Loader:
         return iter(self.items)
 
 
+class Records:
+    """A map-style data set of dictionaries."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return dict(zip(("image", "label"), Pictures()[index], strict=True))
+
+
 def test_data_of_another_form_is_rejected(tmp_path: Path) -> None:
     images, labels = batches()[0]
     file = vc.export(model(), tmp_path / "model.onnx")
@@ -251,6 +291,9 @@ def test_data_of_another_form_is_rejected(tmp_path: Path) -> None:
         (Loader({"image": images, "label": labels}), "a batch has str, str instead of two tensors"),
         (Loader((images, labels, labels)), "a batch has Tensor, Tensor, Tensor instead"),
         ([(images[0], 1, 2)], "too many values"),
+        (Records(), "an item is a dict"),
+        ([(images[0], torch.eye(4)[1].long())], "a label is not a whole number"),
+        ([(images[0], 1), (images[0, :, 1:], 1)], "images of one batch have the shapes 1x7x8, 1x8x8"),
         ([(images[0].numpy(), 1)], "images of float32"),
         ([(images[0], 1.5)], "a label is not a whole number"),
         (Fractions(), "a label is not a whole number"),

@@ -32,8 +32,11 @@ def prune(model: nn.Module, plan: Plan) -> nn.Module:
     Raises:
         PlanError: the plan does not fit the model.
         UnsupportedModelError: no family supports the model.
-        InputError: unknown origin of the model, see `plan_of`.
+        InputError: `plan` is no Plan, or the origin of the model is unknown, see `plan_of`.
     """
+    if not isinstance(plan, Plan):
+        hint = "pass the result of vc.plan, or vc.Plan.from_json(text)"
+        raise InputError(f"the plan is a {type(plan).__name__}", hint=hint)
     whole = create.plan_of(model).then(plan)
     pruned = apply_plan(deepcopy(model), plan)
     pruned.plan = whole  # type: ignore[assignment]

@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from vitcompress import surgery
@@ -78,6 +79,7 @@ def create_model(
     return create.create_model(name, args, "hub" if pretrained else "random", seed=seed)
 
 
+@torch.inference_mode(False)  # it computes gradients, also if the caller has disabled them
 def plan(
     model: nn.Module,
     method: str | Method = "isomorphic",
@@ -134,6 +136,7 @@ def plan(
     return delta
 
 
+@torch.inference_mode(False)
 def finetune(  # noqa: PLR0913 (each argument is public and has a default)
     model: nn.Module,
     train_data: Any,
@@ -289,7 +292,7 @@ def verify(folder: str | Path, *, progress: Progress | None = None) -> Verificat
 def evaluate(model: Artifact, data: Any, *, batch_size: int = 256, device: str = "auto", workers: int = 0) -> Accuracy:
     """Top-1 and top-5 accuracy with counts, of a model or of an exported file.
 
-    data: a map-style data set of (image, class) pairs, or an iterable with a length of (images, labels) batches.
+    data: a map-style data set of (image, class) pairs, or an iterable of (images, labels) batches.
 
     Example:
         >>> import torch, vitcompress as vc
@@ -297,13 +300,15 @@ def evaluate(model: Artifact, data: Any, *, batch_size: int = 256, device: str =
         >>> vc.evaluate(model, [(torch.randn(4, 3, 32, 32), torch.arange(4))]).total
         4
     """
+    if batch_size < 1:
+        raise InputError(f"batch_size is {batch_size}, expected 1 or more", hint="omit it: the default is 256")
     with ExitStack() as stack:
         runtime = distributed.start(device, workers=workers)
         stack.callback(runtime.stop)
         chosen = device != "auto" or isinstance(model, nn.Module) or Path(model).is_dir()
         options = RunnerOptions(device=str(runtime.device) if chosen else None)  # None: where the file runs
         runner = stack.enter_context(closing(_open(model, options)))
-        source = open_source(data, runtime, model)
+        source = open_source(data, runtime, model, once=True)
         if isinstance(source, BatchLoader):
             return evaluate_loader(runner, source, runtime)
         if runner.input is None:

@@ -107,15 +107,17 @@ class MappedImages(Images):
             message = f"{name} is a stream; images must be reachable by index"
             raise DataError(message, hint="use an image folder, torch/... or hfds/...")
         try:
+            item: Any = dataset[0] if len(dataset) else (b"", 0)
+            if not isinstance(item, tuple | list):
+                raise TypeError(f"an item is a {type(item).__name__}")
             samples = getattr(getattr(dataset, "reader", None), "samples", None) or dataset
             labels = dataset.targets if hasattr(dataset, "targets") else [samples[i][1] for i in range(len(samples))]
             transform = getattr(dataset, "target_transform", None)
             if transform and (samples is not dataset or hasattr(dataset, "targets")):  # items have it already
                 labels = [transform(label) for label in np.asarray(labels).tolist()]
             self.dataset, self.labels = dataset, np.asarray(labels, np.int64)
-            if (self.labels != np.asarray(labels)).any():
+            if self.labels.ndim != 1 or (self.labels != np.asarray(labels)).any():
                 raise ValueError("a label is not a whole number")
-            item: Any = dataset[0] if len(labels) else (b"", 0)
             image, _ = item
             self.prepared = isinstance(image, Tensor)
             if not (image.is_floating_point() if self.prepared else isinstance(image, Image.Image | bytes)):
@@ -182,6 +184,15 @@ def check_batch(batch: Any, size: Size = (), classes: int = 0) -> tuple[Tensor, 
     return images, targets
 
 
+def stack_images(items: Sequence[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+    """Items (C, H, W) and their classes as one batch. Raises DataError if the images have several shapes."""
+    images, labels = zip(*items, strict=True)
+    if len(shapes := sorted({tuple(image.shape) for image in images})) > 1:
+        message = f"images of one batch have the shapes {few(list(map(format_shape, shapes)))}"
+        raise DataError(message, hint="resize them to one size")
+    return torch.stack(images), torch.tensor(labels)
+
+
 def as_images(data: Any, size: Size = (), classes: int = 0) -> Images:
     """`data` with the interface of `Images`.
 
@@ -199,7 +210,8 @@ def as_images(data: Any, size: Size = (), classes: int = 0) -> Images:
 
 def _read_batches(data: Any) -> Images:
     try:
-        pairs = [check_batch(batch) for batch in data]
+        if not (pairs := [check_batch(batch) for batch in data]):
+            raise ValueError("it is empty")
         images, labels = (torch.cat([part.detach().cpu() for part in parts]) for parts in zip(*pairs, strict=True))
         if labels.is_floating_point():
             raise ValueError(f"labels of shape {format_shape(labels.shape)} and {labels.dtype}")

@@ -4,7 +4,7 @@ All processes share one order of the training images, so two processes together 
 In evaluation each image goes to exactly one process.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, cast
 
@@ -20,7 +20,15 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from vitcompress.errors import DataError, InputError, first_line
 from vitcompress.io.tensors import LIBRARY_ERRORS
 from vitcompress.models.create import InputConfig
-from vitcompress.training.datasets import Images, Size, as_images, check_batch, image_size, is_map_style
+from vitcompress.training.datasets import (
+    Images,
+    Size,
+    as_images,
+    check_batch,
+    image_size,
+    is_map_style,
+    stack_images,
+)
 from vitcompress.training.distributed import Runtime, derived_seed
 from vitcompress.training.options import Augmentation
 
@@ -145,18 +153,22 @@ class BatchLoader:
 TrainData = Images | BatchLoader  # labelled images, or the user's own batches
 
 
-def open_source(data: Any, runtime: Runtime, model: Any = None) -> TrainData:
+def open_source(data: Any, runtime: Runtime, model: Any = None, *, once: bool = False) -> TrainData:
     """Training or evaluation data of a user: a map-style data set of (image, class) pairs, or an iterable of batches.
 
-    Raises InputError for an iterable without a length, or one that several processes would have to share, and DataError
-    for images and labels that do not fit `model`.
+    once: whether the data is read once, so that a stream is enough. Raises InputError for an iterable without a length,
+    or one that several processes would have to share, and DataError for images and labels that do not fit `model`.
     """
     size, classes = image_size(model), int(getattr(model, "num_classes", 0))
     if is_map_style(data):
         return as_images(data, size, classes)
-    if not hasattr(data, "__len__"):
+    try:
+        if not (once and isinstance(data, Iterable)):
+            len(data)
+    except TypeError:  # also of a DataLoader of a stream
         message = f"the batches are a {type(data).__name__} without a length, so they cannot be read in every epoch"
-        raise InputError(message, hint="pass a list of batches, a DataLoader or a map-style data set")
+        hint = "pass a list of batches, a map-style data set, or a DataLoader of one"
+        raise InputError(message, hint=hint) from None
     if runtime.world_size > 1:
         message = f"{runtime.world_size} processes cannot share an iterable of batches"
         raise InputError(message, hint="pass a map-style data set")
@@ -185,7 +197,7 @@ def _prefetch(
         batch_size,
         sampler=sampler,
         num_workers=runtime.workers,
-        collate_fn=None if dataset.prepared else fast_collate,
+        collate_fn=stack_images if dataset.prepared else fast_collate,
         drop_last=augmentation is not None,
         pin_memory=runtime.device.type == "cuda",
     )

@@ -56,10 +56,12 @@ class Teacher:
     """A frozen model on the student's batches, with its own normalisation."""
 
     def __init__(self, model: nn.Module, student_input: InputConfig, device: torch.device) -> None:
-        own = input_config(model)
+        own, dtype = input_config(model), next(model.parameters()).dtype
         if own.size != student_input.size:
             message = f"the teacher takes images of {own.size}, the student of {student_input.size}"
             raise InputError(message, hint="use a teacher with the student's channels and input size")
+        if dtype != torch.float32:
+            raise InputError(f"the teacher computes in {dtype}", hint="use a teacher in torch.float32: teacher.float()")
         self.frozen = DistillationTeacher(model.to(device), device=device)
         # timm fills these from the pretrained settings, which are for 3 channels; ours fit the model as it is.
         means_and_stds = (own.mean, own.std, student_input.mean, student_input.std)
