@@ -53,7 +53,7 @@ def test_streaming_equals_all_features_at_once(world: tuple[nn.Module, Context])
     vit, about = world
     (result,) = entropies(gated(vit, about), [()], about, OPTIONS)
     assert result.value == pytest.approx(entropy_of(vit, about), abs=EXACT)
-    assert (result.images, result.clamped, len(result.resampled)) == (30, 0, OPTIONS.resamples)
+    assert (result.images, len(result.resampled)) == (30, OPTIONS.resamples)
     right = logits_of(vit, about).argmax(dim=1).numpy() == training_subset(about, 10).labels
     assert result.accuracy == pytest.approx(100 * right.mean())
 
@@ -86,7 +86,6 @@ def test_transfer_entropy_is_the_difference_that_surgery_makes(world: tuple[nn.M
         assert abs(expected) > 1e-3, "the layer changes the entropy"
     lowest = min(result["rows"], key=lambda row: row["transfer_entropy"])
     assert result["chosen"] == lowest["site"]
-    assert sum(row["lowest_share"] for row in result["rows"]) == pytest.approx(1)
 
 
 def test_sign(world: tuple[nn.Module, Context]) -> None:
@@ -112,12 +111,11 @@ def test_greedy_skips_the_whole_set_together(world: tuple[nn.Module, Context]) -
         assert row["transfer_entropy"] == pytest.approx(joint, abs=1e-4)
 
 
-def test_a_channel_that_never_varies_is_clamped_and_counted(world: tuple[nn.Module, Context]) -> None:
+def test_a_channel_that_never_varies_is_clamped(world: tuple[nn.Module, Context]) -> None:
     vit, about = world
     with torch.no_grad():
         vit.get_parameter("head.weight")[1] = 0
     (result,) = entropies(gated(vit, about), [()], about, OPTIONS)
-    assert result.clamped == 1
     assert np.isfinite(result.value)
 
 

@@ -33,12 +33,11 @@ SMALLEST_DEVIATION = 1e-12
 class Entropy:
     """H of one model on the images, in nats, and of each bootstrap resample.
 
-    clamped: number of channels that do not vary. accuracy: top-1 in percent on the same images.
+    accuracy: top-1 in percent on the same images.
     """
 
     value: float
     resampled: tuple[float, ...]
-    clamped: int
     images: int
     accuracy: float
 
@@ -97,10 +96,9 @@ def entropies(
             gated.set_gate(site, value)
     results = []
     for own, hits in zip(map(runtime.all_sum, sums), runtime.all_sum(correct).tolist(), strict=True):
-        deviations, seen = deviation(own), round(float(own[0, 0]))
-        values = deviations.clamp(min=SMALLEST_DEVIATION).log().sum(dim=1).tolist()
-        clamped = int((deviations[0] < SMALLEST_DEVIATION).sum())
-        results.append(Entropy(values[0], tuple(values[1:]), clamped, seen, 100 * hits / seen))
+        values = deviation(own).clamp(min=SMALLEST_DEVIATION).log().sum(dim=1).tolist()
+        seen = round(float(own[0, 0]))
+        results.append(Entropy(values[0], tuple(values[1:]), seen, 100 * hits / seen))
     return results
 
 
@@ -117,11 +115,10 @@ def measure(
     passes those chosen before; HetDPT passes the current model instead.
     """
     reference, *without = entropies(gated, [(), *((*removed, site.name) for site in candidates)], context, options)
-    rows, resampled = list[dict[str, Any]](), []
+    rows: list[dict[str, Any]] = []
     for site, entropy in zip(candidates, without, strict=True):
         difference = reference.value - entropy.value
         drawn = [a - b for a, b in zip(reference.resampled, entropy.resampled, strict=True)]
-        resampled.append(list(map(abs, drawn)) if options.sign == "abs" else drawn)
         row = {
             "site": site.name,
             "kind": site.kind,
@@ -131,12 +128,8 @@ def measure(
             "deviation": float(torch.tensor(drawn, dtype=torch.float64).std()) if len(drawn) > 1 else None,
             "score": abs(difference) if options.sign == "abs" else difference,
             "accuracy": entropy.accuracy,
-            "clamped": entropy.clamped,
         }
         rows.append(row)
-    picks = [scores.index(min(scores)) for scores in zip(*resampled, strict=True)]
-    for i, row in enumerate(rows):
-        row["lowest_share"] = picks.count(i) / len(picks) if picks else None
     chosen = context.runtime.broadcast(min(rows, key=lambda row: row["score"])["site"])
     return {
         "images": reference.images,
