@@ -13,7 +13,7 @@ from vitcompress.errors import ArtifactError
 from vitcompress.families import family_of
 from vitcompress.io.checks import Check
 from vitcompress.plan import Plan
-from vitcompress.verify.files import read_tensors
+from vitcompress.verify.files import compare_contents, contents_of
 from vitcompress.verify.outputs import PlannedOriginal
 
 
@@ -31,8 +31,9 @@ def pruned(variant: str) -> tuple[nn.Module, nn.Module, Plan]:
 def check_weights(model: nn.Module, path: Path) -> Check:
     """The weight check of one file."""
     try:
-        tensors = read_tensors(path, PlannedOriginal(model, torch.empty(0), plan=pruned("layer_scale")[2]))
+        contents = contents_of(path)
+        assert contents is not None
+        original = PlannedOriginal(model, torch.empty(0), plan=pruned("layer_scale")[2])
+        return compare_contents(contents, original).check("weights")
     except ArtifactError as error:
         return Check("weights", "failed", detail=error.message)
-    assert tensors is not None
-    return tensors.check("weights")

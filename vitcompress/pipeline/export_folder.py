@@ -23,7 +23,7 @@ from vitcompress.models.checkpoint import load_model, read_plan
 from vitcompress.pipeline.calibration import Calibration
 from vitcompress.pipeline.export import CALIBRATION_IMAGES, write_export
 from vitcompress.pipeline.folder import dense_folder_of_run
-from vitcompress.verify.files import file_status, is_about, quarantine, read_tensors
+from vitcompress.verify.files import compare_contents, contents_of, file_status, is_about, quarantine
 from vitcompress.verify.folder import check_files, recorded_images, run_classes
 from vitcompress.verify.outputs import Original, PlannedOriginal
 from vitcompress.verify.weights import shape_check, weight_table
@@ -153,8 +153,8 @@ def verify_export(
     if inside:
         for file in () if dense else exported_files(folder, "model"):
             with suppress(InputError):  # a damaged file fails when the folder is verified
-                if file not in results and (other := read_tensors(file, original)):
-                    tensors[file.name] = other
+                if file not in results and (contents := contents_of(file)):
+                    tensors[file.name] = compare_contents(contents, original)
         # The table of weights is that of the compressed model.
         own = () if dense else (shape_check(original.rows, model),)
         weights = {} if dense else weight_table(original.rows, model, tensors)

@@ -9,6 +9,7 @@ import onnx
 from torch import nn
 
 from vitcompress.errors import ArtifactError, InputError, MissingExtraError, OutputError, first_line
+from vitcompress.exporters.base import Contents
 from vitcompress.exporters.onnx import file
 from vitcompress.exporters.runtimes import exporter_of
 from vitcompress.exporters.sidecar import amend_sidecar, find_mismatches, read_sidecar, sidecar_path, usable_sidecar
@@ -33,9 +34,11 @@ def check_file(path: Path, original: PlannedOriginal) -> tuple[list[Check], File
     """
     name, checks, tensors = f"{CHECK}.{path.name}", structure_checks(path, original), None
     try:
-        checks.append(metadata_check(path, original))
-        tensors = read_tensors(path, original)
-        checks += [tensors.check(name)] if tensors else []
+        contents = contents_of(path)
+        checks.append(metadata_check(path, original, contents))
+        if contents is not None:
+            tensors = compare_contents(contents, original)
+            checks.append(tensors.check(name))
     except MissingExtraError as error:
         checks.append(original.not_run(name, path, f"{error.message}; {error.hint}"))
     except InputError as error:
@@ -45,16 +48,30 @@ def check_file(path: Path, original: PlannedOriginal) -> tuple[list[Check], File
     return [*checks, *output_checks(path, original)], tensors
 
 
-def metadata_check(path: Path, original: PlannedOriginal) -> Check:
+def contents_of(path: Path) -> Contents | None:
+    """The tensors and metadata of a file; None if its format does not allow reading them.
+
+    Raises InputError for a damaged or foreign file, and MissingExtraError if the format needs another package.
+    """
+    exporter = exporter_of(path)
+    return None if exporter is None or exporter.contents is None else exporter.contents(path)
+
+
+def compare_contents(contents: Contents, original: PlannedOriginal) -> FileTensors:
+    """The tensors of a file, compared with those of the model. Raises ArtifactError for a file of another tool."""
+    return compare_tensors(exported_module(original.model, contents.metadata), contents, original.rows)
+
+
+def metadata_check(path: Path, original: PlannedOriginal, contents: Contents | None) -> Check:
     """Compare what a file and its sidecar state about preprocessing and classes with the model and the run.
 
-    The metadata inside an engine cannot be read: its sidecar has them. Raises like `read_tensors`.
+    contents: of the file; None for an engine, whose sidecar alone has them.
     """
-    stated, exporter = dict[str, Mapping[str, str]](), exporter_of(path)
+    stated: dict[str, Mapping[str, str]] = {}
     if sidecar := usable_sidecar(path):
         stated[sidecar_path(path).name] = sidecar["metadata"]
-    if exporter is not None and exporter.contents is not None:
-        stated[path.name] = exporter.contents(path).metadata
+    if contents is not None:
+        stated[path.name] = contents.metadata
     config, count = input_config(original.model), getattr(original.model, "num_classes", 0)
     expected = {key: list(v) if isinstance(v, tuple) else v for key, v in config.to_dict().items()}
     problems = []
@@ -67,18 +84,6 @@ def metadata_check(path: Path, original: PlannedOriginal) -> Check:
             if values.get(key) != value:
                 problems.append(f"{key} is {values.get(key)!r:.60} in {source}, not {value!r:.60}")
     return problem_check(f"{file_label(path)}.metadata", problems, "preprocessing and classes are those of the run")
-
-
-def read_tensors(path: Path, original: PlannedOriginal) -> FileTensors | None:
-    """The tensors of a file, compared with those of the model; None if the format does not allow reading them.
-
-    Raises InputError for a damaged or foreign file, and MissingExtraError if the format needs another package.
-    """
-    exporter = exporter_of(path)
-    if exporter is None or exporter.contents is None:
-        return None
-    contents = exporter.contents(path)
-    return compare_tensors(exported_module(original.model, contents.metadata), contents, original.rows)
 
 
 def structure_checks(path: Path, original: PlannedOriginal | None) -> list[Check]:
