@@ -32,19 +32,21 @@ PRECISIONS: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 def cpu_name() -> str:
-    return next(iter(_cpuinfo("model name")), "") or platform.processor() or platform.machine()
+    return _cpuinfo().get("model name") or platform.processor() or platform.machine()
 
 
 def cpu_flags() -> list[str]:
     """Instruction sets for matrix products: avx2, avx512*, amx*, *vnni and the like; empty if unknown."""
-    flags = set(" ".join(_cpuinfo("flags")[:1] or _cpuinfo("Features")[:1]).split())
+    facts = _cpuinfo()
+    flags = set(facts.get("flags", facts.get("Features", "")).split())
     return sorted(flag for flag in flags if flag in CPU_FLAGS or flag.startswith(("avx512", "amx", "sve", "asimd")))
 
 
 def instruction_sets() -> dict[str, bool] | None:
     """Whether the processor has each of `X86` or `ARM`; None if unknown, without /proc/cpuinfo."""
-    known = ARM if _cpuinfo("Features") else X86 if _cpuinfo("flags") else None
-    return {name: any(flag in cpu_flags() for flag in flags) for name, flags in known.items()} if known else None
+    facts, present = _cpuinfo(), cpu_flags()
+    known = ARM if "Features" in facts else X86 if "flags" in facts else None
+    return {name: any(flag in present for flag in flags) for name, flags in known.items()} if known else None
 
 
 def slow_reason(precision: str) -> str | None:
@@ -57,10 +59,11 @@ def slow_reason(precision: str) -> str | None:
     return None if any(map(present.get, sets)) else problem
 
 
-def _cpuinfo(key: str) -> list[str]:
-    """Value of `key` in /proc/cpuinfo for each core; psutil has neither the name of the processor nor its flags."""
-    pairs = [line.partition(":") for line in CPUINFO.read_text().splitlines()] if CPUINFO.is_file() else []
-    return [value.strip() for name, _, value in pairs if name.strip() == key]
+def _cpuinfo() -> dict[str, str]:
+    """/proc/cpuinfo, of the first core; psutil has neither the name of the processor nor its flags."""
+    lines = CPUINFO.read_text().splitlines() if CPUINFO.is_file() else []
+    pairs = (line.partition(":") for line in reversed(lines))  # the first core replaces the others
+    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def parse_device(device: str, number: int = 0) -> tuple[str, int]:
