@@ -95,12 +95,11 @@ def test_masking_the_residual_stream_is_not_deleting() -> None:
 
 def test_the_shortened_last_block_gives_the_same_answers() -> None:
     dense, x = build("distilled"), pictures("distilled")
-    scores = shorten_last_block(dense, family_of(dense))
-    assert scores is not None
+    ((path, block),) = shorten_last_block(dense, family_of(dense)).items()
     before = logits(dense, x)
-    surgery.replace_module(dense, *scores)
+    surgery.replace_module(dense, path, block)
     assert_same(logits(dense, x), before)
-    assert shorten_last_block(build("avg_pooled"), family_of(build("avg_pooled"))) is None
+    assert shorten_last_block(build("avg_pooled"), family_of(build("avg_pooled"))) == {}
 
 
 def test_divergence_is_summed_over_images() -> None:
@@ -211,7 +210,7 @@ def test_exact_scores_cost_less_than_half_of_a_pass_per_candidate() -> None:
         return add
 
     blocks = [block.register_forward_hook(count(1.0)) for block in family.blocks(dense).values()]
-    handles = [*blocks, *(b.register_forward_hook(count(0.25)) for b in importance.answer.values())]
+    handles = [*blocks, *(b.register_forward_hook(count(0.25)) for b in importance.shortened.values())]
     own = components(family.spaces(dense))
     for component in own:
         importance.scores(component, Batches.of(x))

@@ -31,16 +31,16 @@ class FirstTokensBlock(nn.Module):
         return cast(Tensor, x + block.ls2(block.mlp(block.norm2(x))))
 
 
-def shorten_last_block(model: nn.Module, family: Family) -> tuple[str, FirstTokensBlock] | None:
-    """The path of the last block and its replacement; None if the classifier reads all tokens."""
+def shorten_last_block(model: nn.Module, family: Family) -> dict[str, FirstTokensBlock]:
+    """Path of the last block -> its replacement; empty if the classifier reads all tokens."""
     blocks = family.blocks(model)
     if not isinstance(model, VisionTransformer) or model.global_pool != "token" or model.attn_pool or not blocks:
-        return None
+        return {}
     path = list(blocks)[-1]
     block: Any = blocks[path]
     if type(block) is not Block or type(block.attn) is not Attention or type(block.mlp) is not Mlp:
-        return None
+        return {}
     scales = all(isinstance(scale, nn.Identity | LayerScale) for scale in (block.ls1, block.ls2))
     if not scales or block.attn.qkv.out_features % 3:
-        return None
-    return path, FirstTokensBlock(block, int(model.num_prefix_tokens))
+        return {}
+    return {path: FirstTokensBlock(block, int(model.num_prefix_tokens))}

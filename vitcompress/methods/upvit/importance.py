@@ -76,13 +76,13 @@ class _Replay(nn.Module):
 class Importance:
     """Scores of a model's components on the images of a loader. The model is not changed.
 
-    answer: the path of the last block and its shortened version, if the classifier reads only some tokens.
+    shortened: path of the last block -> its shortened version, if the classifier reads only some tokens.
     """
 
     def __init__(self, model: nn.Module, family: Family, *, images_at_once: int) -> None:
         self.model, self.family, self.images_at_once = model.eval(), family, images_at_once
         self.blocks = list(family.blocks(model))
-        self.answer = dict([answer] if (answer := shorten_last_block(model, family)) else [])
+        self.shortened = shorten_last_block(model, family)
         self.device = next(model.parameters()).device
 
     @torch.inference_mode()
@@ -151,15 +151,15 @@ class Importance:
         for scale in (scale for scale, layer in self.family.scales(self.model).items() if layer == reader):
             columns = columns * scale_parameter(self.model, scale)
         out = outputs[path]
-        if path == self.blocks[-1] and self.answer:
-            tokens = next(iter(self.answer.values())).tokens
+        if path in self.shortened:
+            tokens = self.shortened[path].tokens
             out, hidden = out[:, :tokens], hidden[:, :tokens]
         change = hidden[..., channels].movedim(-1, 0).unsqueeze(-1) * columns[:, None, None, :]
         return self._rest(len(channels), images, (path, (out - change).flatten(0, 1)), repeated=True)
 
     def _rest(self, groups: int, images: Tensor, start: Start, *, repeated: bool = False) -> Tensor:
         """The forward pass after the block `start`, whose output is known, for `groups` copies of the images."""
-        replacements: dict[str, nn.Module] = dict(self.answer)
+        replacements: dict[str, nn.Module] = dict(self.shortened)
         if start is not None:
             path, out = start
             replacements |= {before: _Replay() for before in self.blocks[: self.blocks.index(path)]}
