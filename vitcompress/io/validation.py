@@ -6,12 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from vitcompress.errors import InputError, did_you_mean
 
 Table = TypeVar("Table", bound=BaseModel)
-T = TypeVar("T")
 
 # Strict: "30" is not 30. Unknown keys are errors, in nested dataclasses too.
 STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
@@ -50,11 +49,6 @@ def create_table(**types: Any) -> type[BaseModel]:
     fields: Any = {name: (kind, None) for name, kind in types.items()}
     table: type[BaseModel] = create_model("Table", __config__=STRICT, **fields)
     return table
-
-
-def from_plain(kind: type[T], data: object) -> T:
-    """An instance of the dataclass `kind`, with the dataclasses in its fields, from data that `asdict` wrote."""
-    return TypeAdapter(kind).validate_python(data)
 
 
 def validate(kind: type[Table], data: Mapping[str, object], prefix: str, problems: list[str]) -> Table | None:

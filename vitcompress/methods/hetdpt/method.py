@@ -21,12 +21,11 @@ from torch import nn
 from vitcompress.errors import PlanError
 from vitcompress.families import Family
 from vitcompress.families.base import SiteKind
-from vitcompress.io.validation import from_plain
 from vitcompress.methods import depth
 from vitcompress.methods.base import PUBLISHED, TRAINED, Context, Estimate, StepInfo, reject_unused
 from vitcompress.methods.depth import KINDS, Blocks
 from vitcompress.methods.hetdpt import collection, search
-from vitcompress.methods.hetdpt.allocation import FEWEST_ROWS, Allocation, allocate_budget, feasible_splits
+from vitcompress.methods.hetdpt.allocation import FEWEST_ROWS, allocate_budget, feasible_splits
 from vitcompress.methods.hetdpt.collection import Record
 from vitcompress.methods.options import AllocationOptions, DirectOptions, Indices
 from vitcompress.methods.options import HetdptOptions as Options
@@ -72,16 +71,17 @@ def allocate(model: nn.Module, context: Context, options: AllocationOptions) -> 
         )
         return asdict(allocation)
 
-    allocation = from_plain(Allocation, context.memo("allocation", compute))
-    near = [(s.attention, s.activation) for s in allocation.splits if s.near_tie]
-    rivals = [f"{split[0]}+{split[1]}" for split in near if split != allocation.chosen]
-    lead = "the only split" if allocation.margin is None else f"best by {allocation.margin:.2f} points"
+    allocation: Record = context.memo("allocation", compute)
+    attentions, activations = allocation["chosen"]
+    near = [(split["attention"], split["activation"]) for split in allocation["splits"] if split["near_tie"]]
+    rivals = [f"{split[0]}+{split[1]}" for split in near if split != (attentions, activations)]
+    lead = "the only split" if allocation["margin"] is None else f"best by {allocation['margin']:.2f} points"
     context.progress.note(
-        "budget: {} attentions + {} activations".format(*allocation.chosen)
-        + f" ({lead}, cross-validation error {allocation.rmse:.2f})"
+        f"budget: {attentions} attentions + {activations} activations"
+        f" ({lead}, cross-validation error {allocation['rmse']:.2f})"
         + (f"; within that error as well: {', '.join(rivals)}" if rivals else "")
     )
-    return records, allocation.chosen
+    return records, (attentions, activations)
 
 
 def split_cost(
