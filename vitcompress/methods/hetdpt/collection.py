@@ -161,8 +161,7 @@ class Collector:
         chosen = context.memo(f"te_{key}", measure)["chosen"]
         index = next(site.index for site in self.sites[kind] if site.name == chosen)
         removed: Record = {k: [*(records[-1][k] if records else []), *([index] if k == kind else [])] for k in KINDS}
-        settings = {"epochs": self.options.collection.epochs, "seed": context.seed}
-        record: Record = {"key": key, "chain": chain, "removed": chosen, **removed, **settings}
+        record: Record = {"key": key, "chain": chain, "removed": chosen, **removed}
         model = self._remove(before, record)
         untrained = accuracy(model, context)
         fine_tune(model, context, self.options.collection, key, f"step 1, {key}")
@@ -172,7 +171,7 @@ class Collector:
 
     def _dense_record(self) -> Record:
         value = accuracy(deepcopy(self.dense).to(self.context.runtime.device), self.context)
-        empty: Record = {"removed": None, "attention": [], "activation": [], "epochs": 0, "seed": self.context.seed}
+        empty: Record = {"removed": None, "attention": [], "activation": []}
         return {"key": "dense", "chain": "dense", **empty, "accuracy_before": value, "accuracy": value}
 
     def _model(self, records: Sequence[Record]) -> nn.Module:
