@@ -1,5 +1,6 @@
 """Sites and spaces describe timm's models correctly, and unsupported models are rejected with the reason."""
 
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise
@@ -24,7 +25,7 @@ from contracts import (
     spaces_of,
 )
 from timm.layers import AttentionPoolLatent, GluMlp, LayerNorm2d, RmsNorm, SwiGLU
-from torch import nn
+from torch import Tensor, nn
 
 from vitcompress import surgery
 from vitcompress.errors import UnsupportedModelError
@@ -34,8 +35,8 @@ from vitcompress.families.vit import VitFamily
 from vitcompress.models.checkpoint import load_model, prune, save_model
 from vitcompress.models.create import create_model
 from vitcompress.plan import Plan
-from vitcompress.surgery import sliced_state
 from vitcompress.surgery.check import check_maskable
+from vitcompress.surgery.edit import segments_of, select_positions
 
 
 def test_every_family_has_a_row() -> None:
@@ -104,6 +105,14 @@ def permutation(space: Space, seed: int = 0) -> tuple[int, ...]:
     if orders[0] == sorted(orders[0]):
         orders[0] = orders[0][::-1]
     return tuple(h * per + c for h, order in enumerate(orders) for c in order)
+
+
+def sliced_state(
+    state: Mapping[str, Tensor], spaces: Iterable[Space], kept: Mapping[str, tuple[int, ...]]
+) -> dict[str, Tensor]:
+    """`state` with every axis of every space in `kept` indexed, in the order of `kept`."""
+    segments = segments_of(spaces, kept)
+    return {name: select_positions(tensor, segments.get(name, {})) for name, tensor in state.items()}
 
 
 @every_variant

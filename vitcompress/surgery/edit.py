@@ -71,17 +71,6 @@ def _drop_block(model: Any, path: str) -> None:
         model.feature_info = [entry for entry in model.feature_info if entry["module"] != path]
 
 
-def sliced_state(
-    state: Mapping[str, Tensor], spaces: Iterable[Space], kept: Mapping[str, tuple[int, ...]]
-) -> dict[str, Tensor]:
-    """A copy of `state` with every axis of every space in `kept` indexed, in the order of `kept`.
-
-    Tensors without such an axis are the same objects as in `state`.
-    """
-    segments = segments_of(spaces, kept)
-    return {name: _select(tensor, segments.get(name, {})) for name, tensor in state.items()}
-
-
 def segments_of(spaces: Iterable[Space], kept: Mapping[str, tuple[int, ...]]) -> Segments:
     """What to keep of every tensor that a space in `kept` indexes."""
     segments: Segments = {}
@@ -98,7 +87,7 @@ def segments_of(spaces: Iterable[Space], kept: Mapping[str, tuple[int, ...]]) ->
     return segments
 
 
-def _select(tensor: Tensor, by_dim: Mapping[int, list[Segment]]) -> Tensor:
+def select_positions(tensor: Tensor, by_dim: Mapping[int, list[Segment]]) -> Tensor:
     """The positions to keep along each dimension: those of the segments, and everything between them."""
     for dim, segments in by_dim.items():
         positions: list[int] = []
@@ -122,7 +111,7 @@ def slice_channels(model: nn.Module, family: Family, plan: Plan) -> None:
         path, _, leaf = name.rpartition(".")
         owner = model.get_submodule(path)
         before = getattr(owner, leaf)
-        after = _select(before.detach(), by_dim).contiguous()
+        after = select_positions(before.detach(), by_dim).contiguous()
         is_parameter = isinstance(before, nn.Parameter)
         setattr(owner, leaf, nn.Parameter(after, requires_grad=before.requires_grad) if is_parameter else after)
         _correct_sizes(owner)
