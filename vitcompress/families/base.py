@@ -8,6 +8,7 @@ distinguishes architectures.
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
 from timm.layers import AttentionPoolLatent, GluMlp, LayerNorm2d, LayerScale, Mlp, PatchEmbed
@@ -367,8 +368,7 @@ def norm_axes(model: nn.Module, name: str) -> tuple[Axis, ...]:
 
 def scale_parameter(model: nn.Module, name: str) -> nn.Parameter:
     """The multipliers of the LayerScale `name` of `Family.scales`, (channels,)."""
-    owner, _, leaf = name.rpartition(".")
-    scale = getattr(model.get_submodule(owner), leaf)
+    scale = attrgetter(name)(model)
     return scale if isinstance(scale, nn.Parameter) else next(iter(scale.parameters()))
 
 

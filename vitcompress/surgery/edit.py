@@ -58,9 +58,8 @@ def _edited_block(model: nn.Module, family: Family, path: str) -> EditedBlock:
 
 def replace_module(model: nn.Module, path: str, new: nn.Module) -> None:
     """Replace the module at `path` by `new`, which gets the mode (training or evaluation) of the old module."""
-    parent, _, leaf = path.rpartition(".")
     new.training = model.get_submodule(path).training
-    setattr(model.get_submodule(parent), leaf, new)
+    model.set_submodule(path, new)
 
 
 def _drop_block(model: Any, path: str) -> None:
