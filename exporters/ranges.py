@@ -31,10 +31,6 @@ class Ranges:
     inside: Mapping[str, float]
     outputs: Mapping[str, float]
 
-    def overflowing(self) -> dict[str, float]:
-        """The modules with a result that fp16 cannot represent (or NaN), and that result."""
-        return {name: value for name, value in self.inside.items() if not value <= LARGEST}
-
 
 @torch.no_grad()
 def scan_ranges(model: nn.Module, images: Tensor) -> Ranges:
@@ -106,11 +102,11 @@ def required_layers(model: nn.Module, ranges: Ranges, islands: tuple[str, ...] =
 
 
 def find_overflows(model: nn.Module, ranges: Ranges, islands: tuple[str, ...] = ()) -> dict[str, float]:
-    """The modules outside the fp32 layers `islands` that would overflow in fp16, and their largest results."""
+    """Modules outside the fp32 layers `islands` -> largest result, where fp16 cannot represent it (or it is NaN)."""
     layers = expand_layers(model, islands)
     cores = {layer.removesuffix(SOFTMAX) for layer in layers if layer.endswith(SOFTMAX)}
-    values = ranges.overflowing().items()
-    return {name: value for name, value in values if name not in cores and not is_within(name, layers)}
+    overflows = {name: value for name, value in ranges.inside.items() if not value <= LARGEST}
+    return {name: value for name, value in overflows.items() if name not in cores and not is_within(name, layers)}
 
 
 def describe_overflows(overflows: Mapping[str, float]) -> str:
@@ -122,9 +118,7 @@ def describe_overflows(overflows: Mapping[str, float]) -> str:
     )
 
 
-def check_fp16(
-    model: nn.Module, images: Tensor, islands: tuple[str, ...] = (), *, offer_islands: bool = True
-) -> Ranges:
+def check_fp16(model: nn.Module, images: Tensor, islands: tuple[str, ...] = (), *, offer_islands: bool = True) -> None:
     """Scan `model`. Raises PrecisionError if a result outside the fp32 layers `islands` would overflow in fp16.
 
     offer_islands: the error names the fp32 layers that would help, for formats that support them.
@@ -133,7 +127,6 @@ def check_fp16(
     if overflows := find_overflows(model, ranges, islands):
         layers = required_layers(model, ranges, islands) if offer_islands else ()
         raise _overflow_error(overflows, (*islands, *layers) if layers else ())
-    return ranges
 
 
 def _overflow_error(overflows: Mapping[str, float], islands: tuple[str, ...]) -> PrecisionError:

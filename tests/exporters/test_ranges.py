@@ -11,7 +11,7 @@ from torch import nn
 
 from vitcompress.errors import PrecisionError
 from vitcompress.exporters.precision import convert_precision
-from vitcompress.exporters.ranges import CHUNK, LARGEST, check_fp16, required_layers, scan_ranges
+from vitcompress.exporters.ranges import CHUNK, LARGEST, check_fp16, find_overflows, required_layers, scan_ranges
 
 X = images("plain", dtype=torch.float32)
 
@@ -26,7 +26,7 @@ def test_ranges_are_those_of_the_modules() -> None:
     ranges = scan_ranges(model, X)
     assert ranges.outputs[""] == pytest.approx(float(model(X).abs().max()))
     assert ranges.inside["blocks.0.mlp.fc1"] == pytest.approx(ranges.outputs["blocks.0.mlp.fc1"])
-    assert ranges.overflowing() == {} and scan_ranges(deepcopy(model).double(), X) == ranges
+    assert find_overflows(model, ranges) == {} and scan_ranges(deepcopy(model).double(), X) == ranges
     assert not any(module._forward_hooks for module in model.modules())
 
 
@@ -87,5 +87,6 @@ def test_a_classifier_in_fp32_may_return_large_logits() -> None:
 
 
 def test_nan_is_recorded() -> None:
-    ranges = scan_ranges(plain(), torch.cat([torch.full((CHUNK, *X.shape[1:]), torch.nan), X]))
-    assert ranges.overflowing() and "blocks.0.mlp.fc1" in ranges.overflowing()
+    model = plain()
+    ranges = scan_ranges(model, torch.cat([torch.full((CHUNK, *X.shape[1:]), torch.nan), X]))
+    assert "blocks.0.mlp.fc1" in find_overflows(model, ranges)
