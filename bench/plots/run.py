@@ -40,7 +40,7 @@ def draw(folders: Sequence[str | Path], into: str | Path) -> list[Path]:
         paths.append(save_figure(figure, Path(into) / f"{name}-structure.png"))
         for step in RunFolder(folder).steps():
             method = step.name.split("-", 2)[2]
-            installed = method in METHODS or is_plugin(method, "methods")
+            installed = method in METHODS or is_plugin(method)
             if installed and (charts := find_method(method).report(step).charts):
                 figure = charts_figure(charts, f"{name}, {step.name} (faint: removed)")
                 paths.append(save_figure(figure, Path(into) / f"{name}-{step.name}.png"))

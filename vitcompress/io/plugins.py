@@ -30,9 +30,9 @@ def find_by_name(
     )
 
 
-def is_plugin(name: str, group: str) -> bool:
-    """Whether an installed package declares this name in the group; nothing is imported."""
-    return bool(entry_points(group=f"vitcompress.{group}", name=name))
+def is_plugin(method: str) -> bool:
+    """Whether an installed package declares a method of this name; nothing is imported."""
+    return bool(entry_points(group="vitcompress.methods", name=method))
 
 
 def load_plugins(group: str, kind: type[Any]) -> dict[str, Any]:

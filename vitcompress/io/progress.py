@@ -1,4 +1,4 @@
-"""How long work reports its progress; `cli.output.progress` displays it."""
+"""How long work reports its progress; `cli.output.terminal` displays it."""
 
 
 class Progress:

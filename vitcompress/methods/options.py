@@ -327,7 +327,7 @@ ABLATIONS = ("activation_only", "te_static", "hetdpt_no_step1", "hetdpt_no_step2
 
 def find_options(method: str) -> type[Any]:
     """The options of a method; imports torch only for one of another package. Raises InputError if there is none."""
-    if method in OPTIONS or not is_plugin(method, "methods"):
+    if method in OPTIONS or not is_plugin(method):
         return find_by_name(method, OPTIONS, "methods", "method")
     from vitcompress.methods.table import find_method
 

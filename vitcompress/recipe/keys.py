@@ -103,7 +103,7 @@ def _options(source: str) -> type[Any] | None:
         return None
     start = source.lower().replace("-", "")
     matches = [start] if start in OPTIONS else [name for name in OPTIONS if name.startswith(start)]
-    if len(matches) == 1 or is_plugin(source, "methods"):
+    if len(matches) == 1 or is_plugin(source):
         return find_options(matches[0] if len(matches) == 1 else source)
     hint = f"methods: {{names}} (ablations: {', '.join(ABLATIONS)}); `vitcompress recipes` lists the recipes"
     return find_by_name(source, OPTIONS, "methods", "recipe and no method called", names, hint)
