@@ -28,7 +28,7 @@ import vitcompress
 from vitcompress.errors import CheckFailedError, InputError, UnsupportedModelError, VitcompressError, first_line
 from vitcompress.exporters.base import Exported, Exporter, ModelInfo, record_export, write_with_data
 from vitcompress.exporters.onnx import libraries
-from vitcompress.exporters.onnx.file import read_contents
+from vitcompress.exporters.onnx.file import is_zero, read_contents
 from vitcompress.exporters.onnx.gemm import join_linear_layers
 from vitcompress.exporters.onnx.runner import OnnxRunner
 from vitcompress.exporters.onnx.tokens import drop_unread_tokens
@@ -292,7 +292,7 @@ def _tidy(model: Any, metadata: dict[str, str], lean: bool) -> None:
 def _remove_empty_pads(graph: Any) -> None:
     """Swin in timm pads to whole windows even if they are whole already: such a Pad adds nothing."""
     for node in list(graph):
-        if node.op_type == "Pad" and (amounts := node.inputs[1].const_value) is not None and not amounts.numpy().any():
+        if node.op_type == "Pad" and is_zero(node.inputs[1]):
             onnx_ir.convenience.replace_all_uses_with(node.outputs[0], node.inputs[0])
             graph.remove(node, safe=True)
 

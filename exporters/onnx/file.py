@@ -172,12 +172,12 @@ def graph_facts(path: Path) -> Facts:
     operands = (node.inputs[1] for node in nodes if node.op_type in PRODUCTS and node.inputs[1])
     weights = (_source(value).const_value for value in operands)
     factors = [(node, value) for node in nodes if node.op_type in ("Mul", *PRODUCTS) for value in node.inputs[:2]]
-    empty_pads = [node for node in nodes if node.op_type == "Pad" and _is_zero(node.inputs[1])]
+    empty_pads = [node for node in nodes if node.op_type == "Pad" and is_zero(node.inputs[1])]
     return Facts(
         operators=dict(Counter(node.op_type for node in nodes)),
         weights=tuple(sorted(weight_key(weight.shape.numpy()) for weight in weights if weight is not None)),
         no_work=tuple(node.name or node.op_type for node in nodes if node.op_type in IDLE or node in empty_pads),
-        zero_products=tuple(str(node.name or value.name) for node, value in factors if value and _is_zero(value)),
+        zero_products=tuple(str(node.name or value.name) for node, value in factors if value and is_zero(value)),
         metadata=metadata(model),
     )
 
@@ -193,7 +193,7 @@ def _source(value: onnx_ir.Value) -> onnx_ir.Value:
     return node.inputs[0] or value if node is not None and node.op_type in ("DequantizeLinear", "Cast") else value
 
 
-def _is_zero(value: onnx_ir.Value | None) -> bool:
+def is_zero(value: onnx_ir.Value | None) -> bool:
     """Whether a value is a constant of zeros. As a factor it means that something was masked instead of removed."""
     constant = None if value is None else value.const_value
     return constant is not None and constant.size > 0 and not constant.numpy().any()
