@@ -4,9 +4,8 @@ import pytest
 import torch
 from contracts import build, images
 
-from vitcompress.exporters.quantize.emulate import EightBitProducts
+from vitcompress.exporters.quantize.emulate import EightBitProducts, QuantizedTraining
 from vitcompress.exporters.quantize.graph import Quantization
-from vitcompress.exporters.quantize.train import QuantizedTraining
 
 X = images("plain", dtype=torch.float32)
 SETTINGS = Quantization("int8", {"blocks.0.mlp.fc1": 2.0, "blocks.1.attn.qkv": 3.0})

@@ -12,8 +12,8 @@ from tiny_training import CPU, INPUT, OPTIONS, fit, same, stripes, two_headed, v
 from torch.nn import functional
 
 from vitcompress.errors import InputError
+from vitcompress.exporters.quantize.emulate import QuantizedTraining
 from vitcompress.exporters.quantize.graph import Quantization
-from vitcompress.exporters.quantize.train import QuantizedTraining
 from vitcompress.models.create import input_config
 from vitcompress.training.losses import Objective, both_heads, hard_loss, soft_loss, student_of
 from vitcompress.training.options import Augmentation, TrainOptions

@@ -14,9 +14,9 @@ from vitcompress.errors import InputError
 from vitcompress.exporters.onnx.export import prepare_quantized
 from vitcompress.exporters.options import AUTO, ExportOptions
 from vitcompress.exporters.quantize.calibrate import calibrate
+from vitcompress.exporters.quantize.emulate import QuantizedTraining
 from vitcompress.exporters.quantize.graph import Form, Quantization
 from vitcompress.exporters.quantize.smooth import Factors, measure_factors
-from vitcompress.exporters.quantize.train import QuantizedTraining
 from vitcompress.io.files import read_json, write_json
 from vitcompress.io.manifest import check_unchanged, record_changes
 from vitcompress.io.progress import Progress
