@@ -96,10 +96,10 @@ def build_on_meta(arch: str, arch_args: Mapping[str, object] | None = None) -> n
     args: dict[str, Any] = dict(arch_args or {})
     try:
         with torch.device("meta"), SkipOnMeta(INITIALIZERS):
-            return _build(arch, args, pretrained=False, new_head=False)
+            return _build(arch, args)
     except InputError:  # some models compute with values in their constructor
         with torch.random.fork_rng(devices=[]):
-            return _build(arch, args, pretrained=False, new_head=False).to("meta")
+            return _build(arch, args).to("meta")
 
 
 class SkipOnMeta(TorchFunctionMode):
@@ -202,7 +202,7 @@ def is_known(arch: str) -> bool:
     return bool(timm.is_model(arch))
 
 
-def _build(arch: str, args: dict[str, Any], *, pretrained: bool, new_head: bool) -> nn.Module:
+def _build(arch: str, args: dict[str, Any], *, pretrained: bool = False, new_head: bool = False) -> nn.Module:
     check_arguments(arch, args)
     try:
         model: nn.Module = timm.create_model(arch, pretrained=False, **args)

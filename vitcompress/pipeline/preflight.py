@@ -142,8 +142,7 @@ def check_weights(job: Job, *, download: bool = True) -> None:
     if job.weights_problem is not None:
         raise job.weights_problem
     if job.resolved.weights == "hub" and not download:
-        classes = args.get("num_classes")
-        check_hub(arch, classes if isinstance(classes, int) else None, new_head=table.new_head)
+        check_hub(arch, args.get("num_classes"), new_head=table.new_head)
     else:
         create_model(arch, args, job.resolved.weights, new_head=table.new_head)
 
