@@ -143,13 +143,10 @@ def _exact(tensor: Tensor) -> Tensor:
 
 def _linear_layers(model: nn.Module, family: Family, name: str) -> list[nn.Linear]:
     """The layers that change when `name` is folded: both of an FFN, or the one before a LayerScale."""
-    scales, pair = family.scales(model), None
-    if name not in scales:
-        pair = family.linear_pair(model, name)
-        assert pair is not None, name
-    paths = pair or (scales[name],)
+    scales = family.scales(model)
+    paths = (scales[name],) if name in scales else family.linear_pair(model, name) or ()
     layers = [layer for layer in map(model.get_submodule, paths) if isinstance(layer, nn.Linear)]
-    assert len(layers) == len(paths), name
+    assert layers and len(layers) == len(paths), name
     return layers
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -64,8 +65,8 @@ def _chains(unfolded: nn.Module, names: tuple[str, ...]) -> dict[str, list[str]]
 
 def _layer(model: nn.Module, name: str) -> Tensor | nn.Linear:
     """A layer of a chain: a linear layer, or the values of a LayerScale."""
-    module = model.get_submodule(name) if name in dict(model.named_modules()) else None
-    return module if isinstance(module, nn.Linear) else scale_parameter(model, name)
+    part = attrgetter(name)(model)
+    return part if isinstance(part, nn.Linear) else scale_parameter(model, name)
 
 
 @torch.no_grad()
