@@ -91,13 +91,11 @@ def structure_checks(path: Path, original: PlannedOriginal | None) -> list[Check
 
     Every exporter writes a sidecar. An engine is code, and is trusted only with it.
     """
-    label, sidecar, checks = file_label(path), sidecar_path(path), list[Check]()
-    if sidecar.is_file():
-        detail = f"sha256 of every file as in {sidecar.name}"
-        checks.append(problem_check(f"{label}.file", find_mismatches(path), detail))
-    else:
+    label, sidecar, problems = file_label(path), sidecar_path(path), find_mismatches(path)
+    if not sidecar.is_file():
         reason = "the engine is not trusted" if path.suffix in ENGINES else "export the file again"
-        checks.append(problem_check(f"{label}.file", [f"{sidecar.name} is missing: {reason}"], ""))
+        problems = [f"{sidecar.name} is missing: {reason}"]
+    checks = [problem_check(f"{label}.file", problems, f"sha256 of every file as in {sidecar.name}")]
     if path.suffix == ".onnx":
         checks.append(checker_check(path, label))
         if original is not None:
