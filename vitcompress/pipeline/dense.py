@@ -215,9 +215,8 @@ def _load_teacher(job: Job) -> nn.Module | None:
     Raises InputError if the teacher is not available, or has another number of classes.
     """
     name = job.recipe.finetune.teacher
-    if name in (None, "dense"):
+    if name is None or name == "dense":
         return None
-    name = str(name)
     if Path(name).is_dir():
         return load_model(name)
     if is_downloaded(job):
