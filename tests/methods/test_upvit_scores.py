@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vitcompress import surgery
 from vitcompress.families import family_of
-from vitcompress.families.last_block import shorten_last_block
+from vitcompress.families.vit import shorten_last_block
 from vitcompress.methods.upvit.importance import Component, Importance, components, divergence, estimates
 from vitcompress.methods.upvit.ranking import block_scores, candidates
 from vitcompress.methods.upvit.target import standard_blocks

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from vitcompress.families import Family, Space
 from vitcompress.families.base import scale_parameter
 from vitcompress.families.edited_block import branches_of, has_output_act
-from vitcompress.families.last_block import shorten_last_block
+from vitcompress.families.vit import shorten_last_block
 from vitcompress.plan import enclosing_module
 from vitcompress.surgery import replace_module
 from vitcompress.surgery.masks import delete_channels, deleting_modules
