@@ -94,16 +94,14 @@ class Importance:
         wanted = torch.tensor(range(component.size) if only is None else only, dtype=torch.long)
         total = torch.zeros(component.size, dtype=torch.float64)
         reader, names = self._last_linear(component), [space.name for space in component.spaces]
-        dtype = next(self.model.parameters()).dtype
-        for batch, _ in loader:
-            images = batch.to(dtype)
+        for images, _ in loader:
             logits, outputs, inputs, start = self._plain(images, component, reader)
             step = max(1, self.images_at_once // len(images))
             for channels in torch.split(wanted, step):
                 if reader:
                     changed = self._without_hidden(reader, channels.to(self.device), images, outputs, inputs[0])
                 else:
-                    gate = 1 - nn.functional.one_hot(channels.to(self.device), component.size).to(dtype)
+                    gate = 1 - nn.functional.one_hot(channels.to(self.device), component.size).to(images.dtype)
                     with delete_channels(self.model, component.spaces, dict.fromkeys(names, gate)):
                         changed = self._rest(len(channels), images, start)
                 total[channels] += divergence(logits, changed).cpu()
@@ -213,8 +211,7 @@ def estimates(
     """
     total = {c.name: torch.zeros(c.size, dtype=torch.float64) for c in components}
     spaces = [space for component in components for space in component.spaces]
-    for batch, _ in loader:
-        images = batch.to(next(model.parameters()).dtype)
+    for images, _ in loader:
         gates = {c.name: images.new_ones(len(images), c.size).requires_grad_() for c in components}
         by_space = {
             s.name: gates[c.name].sqrt() if s.kind == "qk" else gates[c.name] for c in components for s in c.spaces

@@ -71,8 +71,7 @@ def block_scores(model: nn.Module, plans: Sequence[Plan], reference: Plan, loade
     shared = {id(parameter): parameter for parameter in model.parameters()}  # by all copies, which lack some modules
     base, *changed = (surgery.apply_plan(deepcopy(model, {**shared}), plan).eval() for plan in (reference, *plans))
     total = torch.zeros(len(plans), dtype=torch.float64)
-    for batch, _ in loader:
-        images = batch.to(next(model.parameters()).dtype)
+    for images, _ in loader:
         logits = base(images)
         total += torch.cat([divergence(logits, one(images)) for one in changed]).cpu()
     return total
