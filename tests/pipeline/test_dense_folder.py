@@ -96,7 +96,7 @@ def test_the_folder_of_a_run_does_not_depend_on_its_methods(tmp_path: Path, reci
     run = tmp_path / "run"
     run.mkdir()
     text = recipes.text(recipe.name)
-    assert dense_folder_of_run(run) is None
+    assert dense_folder_of_run(run) == RunFolder(run).dense
     for step in ('method = "of_another_package"', 'method = "hetdpt"\nremoved_option = 1'):
         (run / "recipe.toml").write_text(text.replace('method = "hetdpt"', step))
         with pytest.raises(RecipeError):

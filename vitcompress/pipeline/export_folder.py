@@ -76,7 +76,7 @@ def export_folder(
 
 def _source(folder: Path, dense: bool) -> RunFolder:
     """The folder of the model to export. Raises ArtifactError if that of the dense model is missing."""
-    files = RunFolder(dense_folder_of_run(folder) or RunFolder(folder).dense if dense else folder)
+    files = RunFolder(dense_folder_of_run(folder) if dense else folder)
     if dense and not files.plan.is_file():
         message = f"the dense model of {folder} is missing: there is no {files.plan}"
         raise ArtifactError(message, hint=f"copy {files.path} from the machine of the run, or omit --dense")

@@ -176,10 +176,10 @@ def dense_folder(recipe: Recipe, folder: Path) -> Path:
     return own if own.exists() else next(_equal_trainings(recipe, folder.parent), own)
 
 
-def dense_folder_of_run(folder: Path) -> Path | None:
-    """The folder of the dense model according to the recipe.toml in `folder`; None if there is no such file."""
-    path = RunFolder(folder).recipe
-    return dense_folder(load_recipe_of_run(path), folder.resolve()) if path.is_file() else None
+def dense_folder_of_run(folder: Path) -> Path:
+    """The folder of the dense model according to the recipe.toml in `folder`; inside `folder` without such a file."""
+    files = RunFolder(folder)
+    return dense_folder(load_recipe_of_run(files.recipe), folder.resolve()) if files.recipe.is_file() else files.dense
 
 
 def record_settings(recipe: Recipe, folder: Path) -> None:
