@@ -17,7 +17,6 @@ from typing import Any
 
 from torch import nn
 
-from vitcompress.families import Site
 from vitcompress.families.base import SiteKind
 from vitcompress.io.files import read_json, write_json
 from vitcompress.methods.base import Context, Estimate
@@ -70,69 +69,53 @@ def search(
     search resumes after its last finished epoch. `search_epochs.json` records scores and removals.
     """
     removed: dict[SiteKind, list[int]] = context.memo(
-        "search", lambda: _Search(model, context, options, events, candidates).run()
+        "search", lambda: _train(model, context, options, events, candidates)
     )
     if context.runtime.is_main:
         shutil.rmtree(context.folder / "search", ignore_errors=True)  # its weights are no longer needed
     return removed
 
 
-class _Search:
-    """One search: the gated model, its schedule, and a record of each epoch."""
+def _train(
+    dense: nn.Module, context: Context, options: DirectOptions, events: Sequence[Event], names: Collection[str]
+) -> Record:
+    """Train; return the block numbers per type, in the order of the recorded epochs."""
+    sites = {site.name: site for site in context.family.sites(dense) if site.kind in KINDS}
+    model, runtime = gate_layers(dense, context, list(sites.values()), options), context.runtime
+    removals, path = removal_epochs(len(events), options.search.factor), context.folder / "search_epochs.json"
 
-    def __init__(
-        self,
-        dense: nn.Module,
-        context: Context,
-        options: DirectOptions,
-        events: Sequence[Event],
-        names: Collection[str],
-    ) -> None:
-        self.context, self.options, self.events = context, options.search, events
-        sites = [site for site in context.family.sites(dense) if site.kind in KINDS]
-        self.model = gate_layers(dense, context, sites, options)
-        self.candidates = [site for site in sites if site.name in names]
-        self.removals = removal_epochs(len(events), options.search.factor)
-        self.path = context.folder / "search_epochs.json"
-
-    def run(self) -> Record:
-        """Train; return the block numbers per type, in the order of the recorded epochs."""
-        images = training_subset(self.context, self.options.images_per_class)
-        settings = fast_options(self.context, self.options, self.removals[-1], len(images))
-        lowest = settings.min_lr / settings.lr
-        restarts = self.options.schedule == "restarts"
-        label = "step 2, importance search"
-        controls = TrainingControls(
-            lr_scale=lambda epoch: lr_scale(epoch, self.removals, lowest) if restarts else 1.0,
-            after_epoch=self._after_epoch,
-            parameter_groups=parameter_groups(self.model, settings, self.options.score_lr),
-        )
-        self.context.run_training(self.model, images, None, settings, "search", label=label, controls=controls)
-        order = [r["removed"] for r in read_json(self.path) if r["removed"]] if self.context.runtime.is_main else []
-        order = self.context.runtime.broadcast(order)
-        sites = {site.name: site for site in self.model.sites}
-        return {
-            **{kind: [sites[name].index for name in order if sites[name].kind == kind] for kind in KINDS},
-            "order": order,
-            "removal_epochs": self.removals,
-            "sites": {name: {"kind": site.kind, "index": site.index} for name, site in sites.items()},
-        }
-
-    def _after_epoch(self, epoch: int) -> None:
+    def after_epoch(epoch: int) -> None:
         """Record the finished `epoch` (from 0), and remove a layer if one is scheduled."""
-        scores = self.model.scores_of()
+        scores = model.scores_of()
         record: Record = {"epoch": epoch, "scores": scores, "removed": None}
-        if epoch + 1 in self.removals:
-            kinds, gates = self.events[self.removals.index(epoch + 1)], self.model.gate_values()
-            left = [site for site in self.candidates if site.kind in kinds and gates[site.name] == 1.0]
+        if epoch + 1 in removals:
+            kinds, gates = events[removals.index(epoch + 1)], model.gate_values()
+            left = [name for name, site in sites.items() if name in names and site.kind in kinds and gates[name] == 1.0]
             # The same on every rank.
-            site: Site = self.context.runtime.broadcast(min(left, key=lambda site: scores[site.name]))
-            self.model.set_gate(site.name, 0.0)
-            record["removed"] = site.name
-            self.context.progress.note(f"step 2, after epoch {epoch + 1}: removed {site.name}")
-        if self.context.runtime.is_main:
-            earlier = read_json(self.path) if self.path.is_file() else []
-            write_json(self.path, [*(r for r in earlier if r["epoch"] < epoch), record])
+            record["removed"] = runtime.broadcast(min(left, key=scores.__getitem__))
+            model.set_gate(record["removed"], 0.0)
+            context.progress.note(f"step 2, after epoch {epoch + 1}: removed {record['removed']}")
+        if runtime.is_main:
+            earlier = read_json(path) if path.is_file() else []
+            write_json(path, [*(r for r in earlier if r["epoch"] < epoch), record])
+
+    images = training_subset(context, options.search.images_per_class)
+    settings = fast_options(context, options.search, removals[-1], len(images))
+    lowest, restarts = settings.min_lr / settings.lr, options.search.schedule == "restarts"
+    controls = TrainingControls(
+        lr_scale=lambda epoch: lr_scale(epoch, removals, lowest) if restarts else 1.0,
+        after_epoch=after_epoch,
+        parameter_groups=parameter_groups(model, settings, options.search.score_lr),
+    )
+    label = "step 2, importance search"
+    context.run_training(model, images, None, settings, "search", label=label, controls=controls)
+    order = runtime.broadcast([r["removed"] for r in read_json(path) if r["removed"]] if runtime.is_main else None)
+    return {
+        **{kind: [sites[name].index for name in order if sites[name].kind == kind] for kind in KINDS},
+        "order": order,
+        "removal_epochs": removals,
+        "sites": {site.name: {"kind": site.kind, "index": site.index} for site in model.sites},
+    }
 
 
 def parameter_groups(model: GatedModel, options: TrainOptions, score_lr: float) -> list[dict[str, Any]]:
