@@ -42,8 +42,9 @@ def convert_precision(model: nn.Module, precision: str = "fp32", islands: Sequen
         return copy
     names, classifier = expand_layers(copy, islands), set(classifier_layers(copy))
     _narrow(copy, HALF[precision], [name for name in names if not name.endswith(SOFTMAX)])
-    for name in names:
-        module = copy.get_submodule(name.removesuffix(SOFTMAX))
+    # before any is wrapped: an attention may contain a norm, as the q_norm of a ViT
+    modules = {name: copy.get_submodule(name.removesuffix(SOFTMAX)) for name in names}
+    for name, module in modules.items():
         if name.endswith(SOFTMAX):
             copy.set_submodule(name.removesuffix(SOFTMAX), WideSoftmax(module))
         else:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from vitcompress.errors import InputError, PrecisionError
 from vitcompress.exporters.precision import convert_precision, expand_layers, present_layers, shorten_layers
+from vitcompress.exporters.uint8 import tensors_of
 
 X = images("plain", dtype=torch.float32)
 
@@ -20,8 +21,8 @@ def plain() -> nn.Module:
 
 
 @torch.no_grad()
-def logits(model: nn.Module, islands: Sequence[str] = (), precision: str = "fp16") -> Tensor:
-    out: Tensor = convert_precision(model, precision, islands)(X)
+def logits(model: nn.Module, islands: Sequence[str] = (), precision: str = "fp16", images: Tensor = X) -> Tensor:
+    out: Tensor = convert_precision(model, precision, islands)(images)
     return out
 
 
@@ -98,6 +99,17 @@ def test_in_float64_the_casts_do_nothing() -> None:
     for islands in ((), ("norm", "softmax", "head")):
         wide = deepcopy(convert_precision(model, "fp16", islands)).double()
         assert torch.equal(wide(X.double()), deepcopy(model).double()(X.double()))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", ["pvt", "attention_pool"])
+def test_layers_inside_an_attention_with_an_fp32_core(variant: str) -> None:
+    """A norm or an FFN that is part of an attention (PVTv2) or of a pool (SigLIP), beside the core of the latter."""
+    model, x = build(variant, dtype=torch.float32).half().float(), images(variant, dtype=torch.float32)
+    deployed = convert_precision(model, "fp16", ("norm", "softmax", "ffn"))
+    assert tensors_of(deployed).keys() == {name for name, tensor in model.state_dict().items() if tensor.dim()}
+    assert torch.equal(deployed.double()(x.double()), deepcopy(model).double()(x.double()))
+    assert not torch.equal(logits(model, ("norm", "softmax"), images=x), logits(model, ("norm",), images=x))
 
 
 @torch.no_grad()
