@@ -78,6 +78,34 @@ def test_the_number_of_heads_is_assumed_if_nothing_states_it(tmp_path: Path) -> 
     with pytest.raises(InputError, match=r"divisible|divided") as caught:
         resolve_model(VIT, {}, tmp_path / "b.pth")
     assert "--set model.args.num_heads=4" in str(caught.value.hint)
+    dinov3 = "vit_small_patch16_dinov3"  # 16 channels are not 6 heads: timm builds it, but it rejects images
+    saved(tmp_path / "c.pth", dinov3, {"embed_dim": 16, "depth": 1, "num_heads": 2, "img_size": 32})
+    with pytest.raises(InputError, match="rejects images") as caught:
+        resolve_model(dinov3, {"img_size": 32}, tmp_path / "c.pth")
+    assert "--set model.args.num_heads=4" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("arch", "own", "heads"),
+    [
+        (VIT, {"embed_dim": 40, "depth": 1}, 5),
+        ("pvt_v2_b0", {"depths": [1, 1], "embed_dims": [8, 16], "sr_ratios": [2, 1], "mlp_ratios": [2, 2]}, [2, 4]),
+    ],
+)
+def test_a_number_of_heads_may_fit_only_the_sizes_of_the_weights(
+    arch: str, own: dict, heads: object, tmp_path: Path
+) -> None:
+    """timm's width of this name, 192, is no multiple of 5, and pvt_v2_b0 has four stages."""
+    saved(tmp_path / "a.pth", arch, {**own, "num_heads": heads})
+    assert resolve_model(arch, {"num_heads": heads}, tmp_path / "a.pth").arch_args == {
+        "num_classes": 3,
+        **own,
+        "num_heads": heads,
+    }
+    saved(tmp_path / "b.pth", arch, {**own, "num_heads": heads}, {"num_heads": heads})
+    wrong = 7 if isinstance(heads, int) else [7, 7]
+    with pytest.raises(WeightsError, match=r"num_heads is .* in the checkpoint's args, .*7.* in model\.args"):
+        resolve_model(arch, {"num_heads": wrong}, tmp_path / "b.pth")
 
 
 def test_preprocessing_is_that_of_the_training(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from vitcompress.models.create import (
     LABELS,
     OVERLAY,
     check_arguments,
+    check_classifier,
     create_model,
     create_on_meta,
     input_config,
@@ -108,6 +109,8 @@ def resolve_model(
     overlay: dict[str, Any] = dict(args.get(OVERLAY) or {})  # type: ignore[call-overload]
     try:
         blank = create_blank(arch, {**chosen, OVERLAY: overlay} if overlay else chosen)
+        if sources.get("num_heads") == ASSUMED and int(getattr(blank, "num_classes", 0)):
+            check_classifier(arch, chosen, blank)  # timm builds Eva with any number of heads
     except InputError as error:
         if sources.get("num_heads") != ASSUMED:
             raise
@@ -151,12 +154,17 @@ def _arguments(
     """Arguments of timm, and the source of each. Raises WeightsError."""
     if not file.tensors:
         return dict(own), dict.fromkeys(own, RECIPE)
-    default, shapes = create_blank(arch, own), shapes_of(file.tensors)
+    try:
+        default = create_blank(arch, own)
+    except InputError:  # this number of heads may divide only the width that the weights show
+        default = create_blank(arch, {name: value for name, value in own.items() if name != "num_heads"})
+    shapes = shapes_of(file.tensors)
     base = base_of(type(default))
     seen, known = read_arguments(base, shapes), inspect.signature(base).parameters if base else {}
     stated = {name: value for name, value in file.stated.items() if name in known}
     values, sources = _merge({RECIPE: own, file.stated_in: stated, WEIGHTS: seen})
-    have = {name: getattr(default, name, None) for name in stated} | _facts(default)
+    heads = {"num_heads": own["num_heads"]} if "num_heads" in own else {}
+    have = {name: getattr(default, name, None) for name in stated} | _facts(default) | heads
     differing = {n: v for n, v in values.items() if sources[n] != RECIPE and not _equal(v, have.get(n))}
     (about, name), distilled = describe_shapes(shapes), "head_dist.weight" in shapes
     other = (base and about and not seen.keys() & {"depth", "depths"}) or distilled != hasattr(default, "head_dist")
