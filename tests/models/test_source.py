@@ -108,6 +108,13 @@ def test_a_number_of_heads_may_fit_only_the_sizes_of_the_weights(
         resolve_model(arch, {"num_heads": wrong}, tmp_path / "b.pth")
 
 
+def test_the_image_size_of_an_overlay_is_stated() -> None:
+    """PVTv2 has no argument for it."""
+    args = {"pretrained_cfg_overlay": {"input_size": [3, 64, 64]}}
+    settings = {setting.name: setting for setting in resolve_model("pvt_v2_b0", args).settings}
+    assert (settings["img_size"].value, settings["img_size"].source) == (64, "model.args")
+
+
 def test_preprocessing_is_that_of_the_training(tmp_path: Path) -> None:
     path = tmp_path / "a.pth"
     saved(

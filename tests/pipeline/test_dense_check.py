@@ -161,6 +161,23 @@ def test_what_the_weights_do_not_state_is_a_note() -> None:
     assert any(note.startswith("dense model: test top-1") for note in check(*OPTIONS)["notes"])
 
 
+@pytest.mark.parametrize(
+    ("arch", "size"),
+    [
+        ("swin_tiny_patch4_window7_224", "img_size=64"),
+        ("vit_small_patch16_dinov3", "img_size=64"),
+        ("pvt_v2_b0", "pretrained_cfg_overlay.input_size=[3,64,64]"),
+    ],
+)
+def test_an_image_size_that_the_weights_do_not_show_is_a_note(arch: str, size: str) -> None:
+    """A model without absolute positions computes images of any size, and is less accurate on those of another one."""
+    torch.save(timm.create_model(arch, num_classes=4).state_dict(), "sized.pth")
+    words = ("--dry-run", *OPTIONS, "--weights", "sized.pth", "--model", arch)
+    (note,) = (note for note in run(*words)["notes"] if "do not state" in note)
+    assert "img_size" in note and f"--set model.args.{size.replace('64', 'N')}" in note
+    assert not any("img_size" in note for note in run(*words, "--set", f"model.args.{size}")["notes"])
+
+
 def test_a_folder_of_a_training_script_names_its_checkpoints() -> None:
     Path("output").mkdir()
     Path("last.pth.tar").rename("output/model_best.pth.tar")

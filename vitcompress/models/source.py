@@ -133,7 +133,7 @@ def resolve_model(
     if class_names and len(names) != count:
         raise InputError(f"{len(names)} class names, but the model has {count} classes", hint=CLASSES_HINT)
     names = names if len(names) == count else ()
-    sources |= {"model": FROM_RECIPE, **origins}
+    sources |= {"model": FROM_RECIPE, **origins, **({"img_size": RECIPE} if "input_size" in overlay else {})}
     settings = tuple(
         Setting(name, value, sources.get(name, DEFAULT).replace(DEFAULT, f"{DEFAULT} for {arch}"))
         for name, value in {"model": arch, **_facts(blank), **values}.items()

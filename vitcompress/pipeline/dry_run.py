@@ -13,7 +13,9 @@ from vitcompress.bench import timing
 from vitcompress.errors import InputError, VitcompressError
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
+from vitcompress.models.arguments import allowed_arguments
 from vitcompress.models.cost import Cost, count_cost
+from vitcompress.models.create import OVERLAY
 from vitcompress.models.source import DEFAULT, NOT_FILES, Setting
 from vitcompress.pipeline.dense import examine_dense, has_dense, is_downloaded, preview_dense, why_unchecked
 from vitcompress.pipeline.folder import check_folder
@@ -178,11 +180,14 @@ def _notes(job: Job) -> Iterator[str]:
             f"A run first downloads the weights of the teacher {job.recipe.finetune.teacher} from timm's hub; "
             "--set finetune.teacher_weights=FILE avoids it."
         )
-    assumed = [setting.name for setting in job.resolved.settings if setting.name in STATE if DEFAULT in setting.source]
+    known = "img_size" in allowed_arguments(job.resolved.arch)
+    size = "img_size=N" if known else f"{OVERLAY}.input_size=[3,N,N]"
+    state = {"img_size": f"--set model.args.{size}", **STATE}
+    assumed = [setting.name for setting in job.resolved.settings if setting.name in state if DEFAULT in setting.source]
     if assumed and job.recipe.model.weights not in NOT_FILES and not job.options.structure_only:
         yield (
             f"The weights do not state {', '.join(assumed)}. If you trained with other values than timm's defaults, "
-            f"state them: {', '.join(STATE[name] for name in assumed)}. `--dry-run --check` measures the dense model."
+            f"state them: {', '.join(state[name] for name in assumed)}. `--dry-run --check` measures the dense model."
         )
     yield from describe_searches(job)
     yield from job.notes()
