@@ -15,11 +15,13 @@ from whole_runs import ENVIRONMENT, SMALL
 
 from vitcompress.errors import OutputError
 from vitcompress.io.files import read_json
+from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import load_tensors
 from vitcompress.models.checkpoint import load_model
 from vitcompress.models.create import create_model
 from vitcompress.pipeline.job import RunOptions
 from vitcompress.pipeline.run import run_recipe
+from vitcompress.verify.folder import verify_folder
 
 # ------------------------------------------------------------------------------------------------------ SIGKILL, SIGINT
 
@@ -95,6 +97,28 @@ class StopAtFirstUpdate(world.RecordedProgress):
     def update(self, label: str, done: int, total: int, text: str = "") -> None:
         self.first = text
         raise KeyboardInterrupt
+
+
+class StopAtVerify(world.RecordedProgress):
+    """Stops a run before its exported files are verified."""
+
+    def stage(self, title: str) -> None:
+        if title == "Verify":
+            raise KeyboardInterrupt
+        super().stage(title)
+
+
+def test_a_stopped_run_that_was_verified_is_verified_on_its_images(tmp_path: Path) -> None:
+    """`vitcompress verify` has no images of an unfinished run: it compares outputs on noise."""
+    recipe, options = world.recipe(tmp_path, "bench.runtimes=[]", text=SMALL), RunOptions(out=tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt):
+        run_recipe(recipe, options, StopAtVerify())
+    checks = verify_folder(tmp_path / "run").checks
+    assert any(check.detail.endswith("on noise") for check in checks)
+    checks = run_recipe(recipe, options).report["verify"]["checks"]
+    assert any(check["name"].startswith("agreement.") for check in checks)
+    assert not any(check["detail"].endswith("on noise") for check in checks)
+    assert RunFolder(tmp_path / "run").recorded_outputs.is_file()
 
 
 # ------------------------------------------------------------------------------------------------------------ full disk

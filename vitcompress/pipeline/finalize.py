@@ -47,7 +47,9 @@ def fold_model(job: Job) -> None:
 
 def verify_run(job: Job) -> None:
     """Check the run folder on test images, or on noise without data. Removes exported files that fail."""
-    if not job.files.verification.is_file():
+    # `vitcompress verify` may have checked a stopped run, on noise
+    done = job.data is None or job.files.recorded_outputs.is_file()
+    if not (done and job.files.verification.is_file()):
         job.progress.stage("Verify")
         images = None
         if job.data is not None:
