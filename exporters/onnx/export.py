@@ -153,7 +153,8 @@ def check_options(options: ExportOptions) -> None:
     """Raise InputError for an unsupported precision or opset."""
     for name, value, allowed in (("precision", options.precision, PRECISIONS), ("opset", options.opset, OPSETS)):
         if value is not None and value not in allowed:
-            hint = f"use one of {', '.join(map(str, allowed))}"
+            other = ", or --format openvino" if value == "int8+bf16" else ""
+            hint = f"use one of {', '.join(map(str, allowed))}{other}"
             raise InputError(f"ONNX {name} {value!r} is not supported", hint=hint)
     if options.precision == "bf16" and (options.opset or BF16_FROM) < BF16_FROM:
         raise InputError(f"opset {options.opset} has no convolution in bf16", hint=f"use --opset {BF16_FROM} or none")
