@@ -4,9 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
+import torch
+from click.testing import CliRunner
 from command_line import begin, expect_error, recipe_with
 from whole_runs import ARCH, ARGS
 
+from vitcompress.cli import main
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.checkpoint import write_model
 from vitcompress.models.create import create_model
@@ -40,13 +44,32 @@ def test_a_teacher_of_other_classes() -> None:
 
 
 def test_weights_of_another_teacher() -> None:
-    other = RunFolder(Path(teacher_run(embed_dim=32))).weights
+    other = Path("swin.pth")
+    torch.save(timm.create_model("swin_tiny_patch4_window7_224", depths=[1, 1], num_heads=[1, 2]).state_dict(), other)
     message = expect_error(
         "recipe",
         "small.toml",
         *taught_by("finetune.teacher=vit_tiny_patch16_224", f"finetune.teacher_weights={other}"),
     )
-    assert "teacher vit_tiny_patch16_224" in message and "another model" in message
+    assert "teacher vit_tiny_patch16_224" in message and "contains Swin Transformer" in message
+
+
+def test_weights_of_a_teacher_show_its_sizes() -> None:
+    """As those of the dense model do; arguments after the name state what they do not show."""
+    weights = RunFolder(Path(teacher_run(embed_dim=40, num_heads=5))).weights
+    words = ("recipe", "small.toml", *taught_by(f"finetune.teacher_weights={weights}", f"finetune.teacher={ARCH}"))
+    assert f"{ARCH}?num_heads=4" in expect_error(*words)
+    done = CliRunner().invoke(main, [*words[:-1], f"finetune.teacher='{ARCH}?num_heads=5'", "--dry-run"])
+    assert done.exit_code == 0, done.output
+
+
+def test_a_teacher_of_no_family() -> None:
+    """DeiT learns from a RegNet."""
+    arch = "regnety_002"
+    torch.save(timm.create_model(arch, num_classes=10, in_chans=1).state_dict(), "cnn.pth")
+    words = taught_by(f"finetune.teacher='{arch}?in_chans=1'", "finetune.teacher_weights=cnn.pth")
+    message = expect_error("recipe", "small.toml", *words)
+    assert "the teacher takes images of (1, 224, 224)" in message, message
 
 
 @pytest.mark.parametrize(

@@ -227,13 +227,15 @@ def load_class_names(path: Path) -> tuple[str, ...]:
     return tuple(names)
 
 
-def create_named(text: str, weights: str | Path = "random") -> nn.Module:
+def create_named(text: str, weights: str | Path = "random", classes: int | None = None) -> nn.Module:
     """The model `NAME` or `NAME?img_size=48&depth=2`, with arguments of timm, completed by `resolve_model`.
 
-    Raises as `resolve_model` and `create_model`.
+    classes: number of classes; None: that of the weights. Raises as `resolve_model` and `create_model`.
     """
     name, _, query = text.partition("?")
-    resolved = resolve_model(name, decode_json_values(dict(parse_qsl(query, keep_blank_values=True))), weights)
+    resolved = resolve_model(
+        name, decode_json_values(dict(parse_qsl(query, keep_blank_values=True))), weights, classes=classes
+    )
     return create_model(resolved.arch, resolved.arch_args, resolved.weights)
 
 

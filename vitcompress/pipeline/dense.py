@@ -15,6 +15,7 @@ from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.text import describe_value
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.create import check_arguments, create_model, randomize_constants
+from vitcompress.models.source import create_named
 from vitcompress.models.weights import hub_classes, read_source
 from vitcompress.pipeline.folder import claim_folder, record_settings, remove_unfinished
 from vitcompress.pipeline.job import Job
@@ -217,17 +218,20 @@ def _load_teacher(job: Job) -> nn.Module | None:
     name = job.recipe.finetune.teacher
     if name is None or name == "dense":
         return None
+    arch = name.partition("?")[0]
     if Path(name).is_dir():
         return load_model(name)
     if is_downloaded(job):
-        _check_classes(job, hub_classes(name))
+        _check_classes(job, hub_classes(arch))
+    check_arguments(arch, {})
     try:
-        return create_model(name, {"num_classes": job.classes}, job.recipe.finetune.teacher_weights or "hub")
-    except WeightsError as error:
+        return create_named(name, job.recipe.finetune.teacher_weights or "hub", job.classes)
+    except InputError as error:
         raise WeightsError(
             f"teacher {name}: {error.message}",
             hint="give its weights with --set finetune.teacher_weights=FILE (.safetensors or .pth, for the same "
-            "classes), or use --set finetune.teacher=dense",
+            f"classes), and what they do not show with its name, as in teacher = '{arch}?num_heads=4', or use "
+            "--set finetune.teacher=dense",
         ) from None
 
 
@@ -243,8 +247,9 @@ def check_teacher(job: Job, *, download: bool = True) -> None:
         message = f"distillation = {finetune.distillation!r} does not work while layers fade out"
         raise InputError(message, hint="use distillation = 'soft' or 'hard'")
     if not download and is_downloaded(job):
-        check_arguments(str(finetune.teacher), {})
-        return _check_classes(job, hub_classes(str(finetune.teacher)))
+        arch = str(finetune.teacher).partition("?")[0]
+        check_arguments(arch, {})
+        return _check_classes(job, hub_classes(arch))
     teacher = (_load_teacher(job) or deepcopy(job.blank)).to("meta")
     _check_classes(job, int(getattr(teacher, "num_classes", 0)))
     pruned = deepcopy(job.pruned)
