@@ -205,7 +205,7 @@ def teacher_for(job: Job, dense: nn.Module) -> nn.Module | None:
     if (teacher := _load_teacher(job)) is None:
         return deepcopy(dense)
     name, weights = str(job.recipe.finetune.teacher), job.recipe.finetune.teacher_weights or "hub"
-    if job.runtime.is_main and not Path(name).is_dir() and (source := read_source(weights, name)):
+    if job.runtime.is_main and not Path(name).is_dir() and (source := read_source(weights, name.partition("?")[0])):
         job.progress.note("teacher: {weights}, sha256 {sha256}".format(**source))
     return teacher
 
