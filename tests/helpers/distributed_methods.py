@@ -1,6 +1,8 @@
-"""A script for test_methods_distributed: HetDPT's stage 1 and isomorphic pruning's scores, alone or under torchrun.
+"""A script for test_methods_distributed: HetDPT's stage 1 and isomorphic pruning's scores, of one process and of two.
 
-[torchrun --nproc-per-node N] distributed_methods.py FOLDER
+    python distributed_methods.py FOLDER
+
+The results are in FOLDER/1 and FOLDER/2.
 
 The model computes in float64, and augmentation, mixup and drop-path are off, so that what is left of a difference is
 the order of additions.
@@ -11,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from method_world import context, model
+from processes import in_both_worlds
 
+from vitcompress.io.files import write_json
 from vitcompress.methods import isomorphic
 from vitcompress.methods.hetdpt import method as hetdpt
 from vitcompress.methods.options import Alignment, CollectionOptions, EntropyOptions, SearchOptions
@@ -40,8 +44,10 @@ def main(folder: Path) -> None:
     runtime = start("cpu")
     METHODS["hetdpt"].plan(vit, context(folder, vit, runtime=runtime), OPTIONS)
     METHODS["isomorphic"].plan(vit, context(folder / "isomorphic", vit, runtime=runtime), WIDTHS)
+    if runtime.is_main:
+        write_json(folder / "world.json", runtime.world_size)
     runtime.stop()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    in_both_worlds(main, Path(sys.argv[1]))

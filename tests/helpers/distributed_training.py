@@ -1,9 +1,10 @@
 """A script for test_distributed: one job whose result must not depend on how many processes share it.
 
-    [torchrun --nproc-per-node N] distributed_training.py FOLDER
+    python distributed_training.py FOLDER
 
-Rank 0 writes FOLDER/tensors.safetensors and FOLDER/facts.json. Everything is computed in float64, and augmentation,
-mixup and drop-path are off, so that what is left of a difference is the order of additions.
+Rank 0 writes tensors.safetensors and facts.json, of one process in FOLDER/1, of two in FOLDER/2. Everything is computed
+in float64, and augmentation, mixup and drop-path are off, so that what is left of a difference is the order of
+additions.
 """
 
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from killed_training import ARCH, ARGS, images
 from layer_plans import depth_plan
+from processes import in_both_worlds
 from torch import Tensor
 from torch.nn import functional
 
@@ -100,4 +102,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    in_both_worlds(main, Path(sys.argv[1]))

@@ -7,9 +7,7 @@ just before its n-th call of some system event. What is left of the two is kille
 ones go on to the end. Processes are forked from this one and meet as torchrun's do, by environment variables.
 """
 
-import os
 import signal
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +17,7 @@ import torch
 from contracts import add_gates, layers
 from killed_training import OPTIONS, fading, images, killer
 from method_world import context, model
+from processes import together
 
 from vitcompress.io.files import write_text
 from vitcompress.io.progress import Progress
@@ -79,41 +78,22 @@ def alone(work: Callable[[Path, Runtime], None], folder: Path, kill: tuple[str, 
     runtime.stop()
 
 
-def together(
+def pair(
     work: Callable[[Path, Runtime], None], folder: Path, kill: tuple[tuple[int, ...], str, int] | None
 ) -> list[int]:
-    """The exit codes, or minus the signals, of two processes; when one has died, what is left is killed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    children: dict[int, int] = {}
-    for rank in range(2):
-        child = os.fork()
-        if child == 0:
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            alone(work, folder, kill[1:] if kill and rank in kill[0] else None)
-            os._exit(0)
-        children[child] = rank
-    codes = [0, 0]
-    while children:
-        child, status = os.wait()
-        codes[children.pop(child)] = os.waitstatus_to_exitcode(status)
-        if status:
-            for other in children:
-                os.kill(other, signal.SIGKILL)
-    return codes
+    """The exit codes, or minus the signals, of two processes of which some may be killed."""
+    return together(lambda rank: alone(work, folder, kill[1:] if kill and rank in kill[0] else None))
 
 
 def main(folder: Path) -> None:
     for work, cases in CASES.items():
         place = folder / work.__name__
-        assert together(work, place / "whole", None) == [0, 0], work
+        assert pair(work, place / "whole", None) == [0, 0], work
         for case, kill in cases.items():
-            assert -signal.SIGKILL in together(work, place / case, kill), (work, case)
+            assert -signal.SIGKILL in pair(work, place / case, kill), (work, case)
             written = sorted(str(path.relative_to(place)) for path in (place / case).rglob("*"))
             write_text(place / f"{case}.txt", "\n".join(written))
-            assert together(work, place / case, None) == [0, 0], (work, case)
+            assert pair(work, place / case, None) == [0, 0], (work, case)
 
 
 if __name__ == "__main__":
