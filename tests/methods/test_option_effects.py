@@ -3,7 +3,7 @@ test_unused_options.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,7 @@ def receive(family: str, folder: Path) -> tuple[nn.Module, Context]:
 
 def effects(name: str, options: Any, case: Case, folder: Path) -> Any:
     """Everything that a method does with its options: plans, files, trainings, batches and descriptions."""
+    torch.manual_seed(0)
     vit, around = receive(case.family, folder)
     method, batches = METHODS[name], list[Any]()
     vit.register_forward_pre_hook(lambda module, args: batches.append(tuple(args[0].shape)))
@@ -99,13 +100,28 @@ def effects(name: str, options: Any, case: Case, folder: Path) -> Any:
     )
 
 
+@pytest.fixture(scope="module")
+def effects_of_base(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """`effects` of the options that a case changes; cases with the same ones share a run."""
+    known: dict[str, Any] = {}
+
+    def run(name: str, options: Any, case: Case) -> Any:
+        key = repr((name, options, case.family, case.train))
+        if key not in known:
+            known[key] = effects(name, options, case, tmp_path_factory.mktemp("base"))
+        return known[key]
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("name", "case"),
     [(name, case) for name, row in ROWS.items() for case in row.cases],
     ids=lambda value: value if isinstance(value, str) else value.option + "-rejected" * value.rejected,
 )
-def test_an_option_has_an_effect_or_is_rejected(name: str, case: Case, tmp_path: Path) -> None:
-    torch.manual_seed(0)
+def test_an_option_has_an_effect_or_is_rejected(
+    name: str, case: Case, effects_of_base: Callable[..., Any], tmp_path: Path
+) -> None:
     base = change(OPTIONS[name], case.base)
     changed = change(base, {case.option: case.value})
     table = case.option.partition(".")[0]
@@ -116,6 +132,6 @@ def test_an_option_has_an_effect_or_is_rejected(name: str, case: Case, tmp_path:
             effects(name, changed, case, tmp_path / "changed")
         assert not list(tmp_path.rglob("*.json")), "rejected before anything is measured"
     elif case.option == "layers":
-        assert effects(name, base, case, tmp_path / "base")[0].removed.keys() == {"blocks.0.attn", "blocks.2.mlp.act"}
+        assert effects_of_base(name, base, case)[0].removed.keys() == {"blocks.0.attn", "blocks.2.mlp.act"}
     else:
-        assert effects(name, base, case, tmp_path / "base") != effects(name, changed, case, tmp_path / "changed")
+        assert effects_of_base(name, base, case) != effects(name, changed, case, tmp_path / "changed")
