@@ -1,6 +1,7 @@
 """Latencies as a target: they are measured by a clock and kept for the machine that they were measured on."""
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -122,20 +123,31 @@ SIZED: dict[str, Any] = {
 }
 
 
+def size(candidate: Any, _: str = "") -> float:
+    """Parameters replace milliseconds."""
+    return sum(p.numel() for p in candidate.parameters()) / 1000
+
+
+@cache
+def times_of(method: str) -> list[float]:
+    """The latencies of all sizes that the method has for the model of the next test."""
+    vit = model(8, 32, num_heads=4)
+    around = context(Path(), vit)
+    sizes = latency.list_sizes(METHODS[method], vit, around.family, around.plan, SIZED[method])
+    return [size(width.deploy(vit, around.plan, delta)) for _, delta in sizes]
+
+
 @pytest.mark.parametrize("method", SIZED)
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
 def test_every_method_with_sizes_meets_a_latency(method: str, share: float, tmp_path: Path) -> None:
-    """Parameters replace milliseconds. The structure is the nearest of all sizes that the method has."""
-    vit = model(8, 32, num_heads=4)
+    """The structure is the nearest of all sizes that the method has."""
+    vit, times = model(8, 32, num_heads=4), times_of(method)
     around = context(tmp_path, vit)
-    size = lambda candidate, _: sum(p.numel() for p in candidate.parameters()) / 1000  # noqa: E731
-    sizes = latency.list_sizes(METHODS[method], vit, around.family, around.plan, SIZED[method])
-    times = [size(width.deploy(vit, around.plan, delta), "") for _, delta in sizes]
     assert times == sorted(times, reverse=True) and len(set(times)) == len(times) >= 3
     amount = times[-1] + share * (times[0] - times[-1])
     options = replace(SIZED[method], target="latency", amount=amount, latency_on="torch")
     chosen = latency.plan_step(METHODS[method], vit, replace(around, latency=clock(size)), options, scored=False)
-    off = abs(size(width.deploy(vit, around.plan, chosen), "") - amount)
+    off = abs(size(width.deploy(vit, around.plan, chosen)) - amount)
     assert off <= max(0.02 * amount, min(abs(time - amount) for time in times[1:]) + 1e-9)
     notes = read_memo(tmp_path, latency.RECORD)
     assert (len(notes) > 1) == (off > 0.02 * amount)
