@@ -9,6 +9,7 @@ import pytest
 import torch
 import whole_runs as world
 from click.testing import CliRunner
+from command_line import images
 from safetensors.torch import save_file
 from whole_runs import SMALL, tree
 
@@ -96,19 +97,25 @@ def test_a_run_records_revision_and_hash_and_rejects_others(hub: Path, tmp_path:
     assert world.run(tmp_path, *world.BARE, **run)[0].report["model"] == about
 
 
+def few_images(folder: Path) -> tuple[str, ...]:
+    """Settings of a recipe for a few images, of the size of timm's test models."""
+    images(str(folder / "images"), each=12)
+    data = ("data.source=imagefolder", f"data.path={folder / 'images'}")
+    sizes = ("model.args.in_chans=3", "model.args.img_size=160", "model.args.patch_size=80")
+    return (*data, *sizes, "dense.batch_size=8", "finetune.batch_size=8")
+
+
 def test_a_run_states_the_weights_of_its_teacher(tmp_path: Path) -> None:
     path, teacher = tmp_path / "teacher.safetensors", "test_resnet"
-    save_file(create_model(teacher, {"num_classes": 10}, seed=5).state_dict(), path)
-    sizes = ("model.args.in_chans=3", "model.args.img_size=160", "model.args.patch_size=80")
-    sets = (*sizes, f"finetune.teacher={teacher}", f"finetune.teacher_weights={path}")
+    save_file(create_model(teacher, {"num_classes": 2}, seed=5).state_dict(), path)
+    sets = (*few_images(tmp_path), f"finetune.teacher={teacher}", f"finetune.teacher_weights={path}")
     _, progress = world.run(tmp_path, *world.BARE, *sets, text=SMALL)
     assert f"teacher: {path}, sha256 {sha256(path.read_bytes()).hexdigest()}" in progress.notes
 
 
 def test_a_teacher_with_random_weights_has_no_file_to_state(tmp_path: Path) -> None:
     sets = ("finetune.teacher=test_vit", "finetune.teacher_weights=random", "finetune.distillation=soft")
-    sizes = ("model.args.in_chans=3", "model.args.img_size=160", "model.args.patch_size=80")
-    _, progress = world.run(tmp_path, *world.BARE, *sizes, *sets, text=SMALL)
+    _, progress = world.run(tmp_path, *world.BARE, *few_images(tmp_path), *sets, text=SMALL)
     assert not [note for note in progress.notes if note.startswith("teacher: ")]
 
 
