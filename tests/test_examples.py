@@ -1,11 +1,13 @@
 """The programs in recipes/examples run on small models and generated data."""
 
-import os
-import subprocess
+import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
+import torch
 from PIL import Image
 
 import vitcompress as vc
@@ -14,12 +16,19 @@ from vitcompress.io.tensors import save_tensors
 EXAMPLES = Path(__file__).parents[1] / "recipes" / "examples"
 
 
-def run(name: str, *arguments: str | Path, cwd: Path) -> str:
-    command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run an example as a program with these arguments in `tmp_path`, on the CPU; returns what it printed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def run_example(name: str, *arguments: str | Path) -> str:
+        monkeypatch.setattr(sys, "argv", [str(EXAMPLES / name), *map(str, arguments)])
+        capsys.readouterr()
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run_example
 
 
 def test_every_example_is_run_here() -> None:
@@ -30,7 +39,7 @@ def test_every_example_is_run_here() -> None:
     }
 
 
-def test_compress_checkpoint(tmp_path: Path) -> None:
+def test_compress_checkpoint(tmp_path: Path, run: Callable[..., str]) -> None:
     for split, count in (("train", 8), ("val", 4)):
         for label, level in (("dark", 0), ("light", 128)):
             folder = tmp_path / "data" / split / label
@@ -49,18 +58,18 @@ def test_compress_checkpoint(tmp_path: Path) -> None:
         "32",
     )
     training = ("--data", tmp_path / "data", "--classes", "2", "--epochs", "1", "--batch-size", "8")
-    out = run("compress_checkpoint.py", *model_arguments, *training, "--protocol", "paper", cwd=tmp_path)
+    out = run("compress_checkpoint.py", *model_arguments, *training, "--protocol", "paper")
     assert "verified: True" in out and (tmp_path / "compressed" / "model.onnx").is_file()
 
 
-def test_use_as_backbone(tmp_path: Path) -> None:
+def test_use_as_backbone(tmp_path: Path, run: Callable[..., str]) -> None:
     dense = vc.create_model(
         "vit_tiny_patch16_224", img_size=8, patch_size=4, in_chans=1, embed_dim=16, depth=3, num_heads=2, num_classes=10
     )
     vc.save_model(vc.prune(dense, vc.plan(dense, "magnitude", keep_heads=0.5)), tmp_path / "run")
-    out = run("use_as_backbone.py", tmp_path / "run", cwd=tmp_path)
+    out = run("use_as_backbone.py", tmp_path / "run")
     assert "even or odd:" in out and (tmp_path / "even_digits" / "model.onnx").is_file()
 
 
-def test_my_method(tmp_path: Path) -> None:
-    assert "->" in run("my_method.py", cwd=tmp_path)
+def test_my_method(run: Callable[..., str]) -> None:
+    assert "->" in run("my_method.py")
