@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from tiny_study import TINY
 from whole_runs import ENVIRONMENT
 
+from vitcompress import cli
 from vitcompress.bench.plots.study import accuracy_figure
 from vitcompress.bench.report import run as reports
 from vitcompress.errors import OutputError, VitcompressError
@@ -122,8 +124,8 @@ def test_a_study_that_was_killed_gives_the_same_result(
     assert not any(map(alive, workers))
     assert not (tmp_path / "s" / "study.json").exists()
     words[words.index("--jobs") + 1] = "1"
-    done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(cli.main, words[words.index("study") :])
+    assert done.exit_code == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["speed"] is None and result["rows"][0]["speedup"] is None
     without = [{**run, "speedup": None} for run in whole[1]["runs"]]
