@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
@@ -25,6 +26,9 @@ ARCH = "vit_tiny_patch16_224"
 ARGS = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 10}
 
 
+TRACES: dict[Any, Any] = {}  # of the model with seed 1
+
+
 def folder(path: Path, seed: int, **changes: int) -> Path:
     args = {**ARGS, **changes}
     write_model(path, create_model(ARCH, args, seed=seed), Plan(ARCH, args))
@@ -42,7 +46,7 @@ def test_counts_are_those_of_a_count_by_hand_in_torch_and_onnx(tmp_path: Path) -
     run = folder(tmp_path / "run", seed=1)
     model = load_model(run)
     config = input_config(model)
-    export(model, run / "model.onnx", input=config)
+    export(model, run / "model.onnx", input=config, traces=TRACES)
     _, images = open_test(DataOptions())
     with torch.inference_mode():
         loader = EvalLoader(images, config, 100, Runtime(torch.device("cpu")))
@@ -109,7 +113,7 @@ DIGIT_NAMES = tuple(str(number) for number in range(10))
 def test_classes_that_do_not_match_by_name_are_rejected(names: tuple[str, ...], message: str, tmp_path: Path) -> None:
     run = folder(tmp_path / "run", seed=1)
     model = load_model(run)
-    export(model, run / "model.onnx", input=input_config(model), classes=names)
+    export(model, run / "model.onnx", input=input_config(model), classes=names, traces=TRACES)
     for artifact in (run, run / "model.onnx"):
         with pytest.raises(ArtifactError, match=message):
             accuracy.run([str(artifact)], accuracy.EvaluateOptions(data="digits"))
@@ -119,7 +123,7 @@ def test_completely_different_class_names_are_reported(tmp_path: Path) -> None:
     run, progress = folder(tmp_path / "run", seed=1), RecordedProgress()
     model = load_model(run)
     names = [f"n{number}" for number in range(10)]
-    export(model, run / "model.onnx", input=input_config(model), classes=names)
+    export(model, run / "model.onnx", input=input_config(model), classes=names, traces=TRACES)
     accuracy.run([str(run)], accuracy.EvaluateOptions(data="digits"), progress)
     assert "its classes are named n0, n1, n2, n3, n4 and 5 more, those of the data 0, 1," in progress.notes[0]
 
@@ -137,7 +141,7 @@ def test_the_figures_are_those_of_evaluate(tmp_path: Path) -> None:
 def test_rows_hold_the_speed_of_the_same_bytes_run_in_the_same_way(tmp_path: Path) -> None:
     run = folder(tmp_path / "run", seed=1)
     model = load_model(run)
-    export(model, run / "model.onnx", input=input_config(model))
+    export(model, run / "model.onnx", input=input_config(model), traces=TRACES)
     bench = suite.BenchOptions("paper", 2, 1, 3)
     measured = suite.run((run / "model.onnx", run / "model.onnx"), bench).to_dict()
     options = accuracy.EvaluateOptions(data="digits", batch=540)
@@ -158,7 +162,8 @@ def test_rows_hold_the_speed_of_the_same_bytes_run_in_the_same_way(tmp_path: Pat
 
 def test_a_file_of_that_name_outside_a_run_is_not_read(tmp_path: Path) -> None:
     run = folder(tmp_path / "run", seed=1)
-    export(load_model(run), run / "model.onnx", input=input_config(load_model(run)))
+    model = load_model(run)
+    export(model, run / "model.onnx", input=input_config(model), traces=TRACES)
     options = accuracy.EvaluateOptions(data="digits", batch=540)
     (tmp_path / "elsewhere").mkdir()
     alone = (run / "model.onnx").rename(tmp_path / "elsewhere" / "model.onnx")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from contracts import build, contract, images
+from contracts import build, contract, images, traces
 
 from vitcompress.bench import timing
 from vitcompress.bench.artifacts import synthetic_images
@@ -22,10 +22,11 @@ X = images("plain", dtype=torch.float32)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, model = tmp_path_factory.mktemp("run"), build("plain", dtype=torch.float32)
+    about: Any = {"input": input_config(model), "traces": traces("plain")}
     write_model(folder, model, contract("plain").plan)
     for exporter in (EXPORTERS["onnx"], EXPORTERS["openvino"]):
         if not exporter.unavailable():
-            exporter.export(model, folder / f"model{exporter.suffix}", input=input_config(model))
+            exporter.export(model, folder / f"model{exporter.suffix}", **about)
     return folder
 
 

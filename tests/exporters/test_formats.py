@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from contracts import build
+from contracts import build, traces
 
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters.onnx.export import ONNX
@@ -66,7 +66,8 @@ def test_an_exporter_of_another_package_is_an_entry_point(tmp_path: Path, monkey
     exporter = available_exporter("mine", hint="")
     assert (exporter.name, exporter.file_suffix) == ("mine", ".mine") and "mine" not in EXPORTERS
     model, images = build("plain", dtype=torch.float32), torch.zeros(1, 3, 8, 8)
-    path = exporter.export(model, tmp_path / "model.mine", input=input_config(model)).path
+    about = {"input": input_config(model), "traces": traces("plain")}
+    path = exporter.export(model, tmp_path / "model.mine", **about).path
     with closing(open_runner(path)) as runner, torch.no_grad():
         torch.testing.assert_close(runner(images), model(images))
     assert exporter.contents is not None and exporter.contents(path).tensors

@@ -9,7 +9,7 @@ from typing import Any
 import onnx
 import pytest
 import torch
-from contracts import BYPASSES, build, every_variant, having, kept_channels, spaces_of
+from contracts import BYPASSES, build, every_variant, having, kept_channels, spaces_of, traces
 from layer_plans import depth_plan
 from onnx_agreement import failures
 from torch import nn
@@ -43,10 +43,18 @@ def pruned(variant: str, bypass: str = BYPASS) -> nn.Module:
     return model
 
 
-def exported(model: nn.Module, folder: Path, *, external_data: bool | None = None, **options: Any) -> Path:
+def exported(
+    model: nn.Module,
+    folder: Path,
+    *,
+    external_data: bool | None = None,
+    traces: dict[Any, Any] | None = None,
+    **options: Any,
+) -> Path:
     wanted = ExportOptions(**options)
     path = folder / "model.onnx"
     about: Any = {"input": input_config(model), "classes": CLASSES, "plan_digest": "ab12"}
+    about["traces"] = {} if traces is None else traces
     return export(model, path, options=wanted, external_data=external_data, **about).path
 
 
@@ -56,7 +64,8 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
     @cache
     def build_file(model: Callable[..., nn.Module], *words: str, precision: str = "fp32") -> Path:
-        return exported(model(*words), tmp_path_factory.mktemp("file"), precision=precision)
+        kept = traces(*words) if model is dense else None
+        return exported(model(*words), tmp_path_factory.mktemp("file"), traces=kept, precision=precision)
 
     return build_file
 
@@ -73,7 +82,8 @@ def test_every_variant_agrees_with_torch(variant: str, file: Callable[..., Path]
 )
 def test_every_setting_agrees_with_torch(opset: int, precision: str, external: bool, tmp_path: Path) -> None:
     model = dense("layer_scale")
-    path = exported(model, tmp_path, opset=opset, precision=precision, external_data=external)
+    kept = traces("layer_scale")
+    path = exported(model, tmp_path, traces=kept, opset=opset, precision=precision, external_data=external)
     facts = graph_facts(path)
     written = onnx.load(path, load_external_data=False).opset_import[0].version
     assert (written, facts.operators.get("Attention", 0)) == (opset, 2 if opset == 23 else 0)
@@ -186,7 +196,7 @@ def test_weights_beyond_half_precision_are_rejected(tmp_path: Path) -> None:
 def test_an_unwritable_target_leaves_no_files(tmp_path: Path) -> None:
     (tmp_path / "model.onnx").mkdir()  # a folder with the name of the file
     with pytest.raises(OutputError):
-        exported(dense("plain"), tmp_path)
+        exported(dense("plain"), tmp_path, traces=traces("plain"))
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
 
 

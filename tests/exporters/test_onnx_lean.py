@@ -1,12 +1,13 @@
 """A lean graph has the outputs of the graph that torch wrote, with fewer rows and one node per linear layer."""
 
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnx_ir
 import pytest
 import torch
-from contracts import build
+from contracts import build, traces
 from onnx_agreement import failures
 from torch import nn
 
@@ -33,15 +34,17 @@ def rows(path: Path, operator: str) -> list[int | None]:
     return [None if shape is None or len(shape) < 3 else shape[-2] for shape in shapes]
 
 
-def count_short(model: nn.Module, path: Path) -> int:
-    export(model, path, input=input_config(model), lean=False)
+def count_short(variant: str, path: Path) -> int:
+    model = build(variant, dtype=torch.float32)
+    export(model, path, input=input_config(model), lean=False, traces=traces(variant))
     return drop_unread_tokens(onnx_ir.load(path).graph)
 
 
 @pytest.mark.parametrize("opset", [20, 23])
 def test_the_last_scores_are_those_of_the_class_token(opset: int, tmp_path: Path) -> None:
     model = build("plain", dtype=torch.float32)
-    path = export(model, tmp_path / "m.onnx", input=input_config(model), options=ExportOptions(opset=opset)).path
+    about: Any = {"input": input_config(model), "traces": traces("plain")}
+    path = export(model, tmp_path / "m.onnx", options=ExportOptions(opset=opset), **about).path
     tokens = 5  # four patches and the class token
     assert rows(path, "Softmax" if opset == 20 else "Attention") == [tokens, 1]
     assert failures(model, path) == []
@@ -49,8 +52,9 @@ def test_the_last_scores_are_those_of_the_class_token(opset: int, tmp_path: Path
 
 def test_blocks_behind_the_last_attention_see_one_token(tmp_path: Path) -> None:
     model = without_last_attention()
-    whole = export(model, tmp_path / "whole.onnx", input=input_config(model), lean=False).path
-    path = export(model, tmp_path / "m.onnx", input=input_config(model)).path
+    about: Any = {"input": input_config(model), "traces": {}}
+    whole = export(model, tmp_path / "whole.onnx", lean=False, **about).path
+    path = export(model, tmp_path / "m.onnx", **about).path
     assert rows(whole, "Softmax") == [5]
     assert rows(path, "Softmax") == [1]
     assert (
@@ -61,24 +65,25 @@ def test_blocks_behind_the_last_attention_see_one_token(tmp_path: Path) -> None:
 
 def test_a_distilled_model_keeps_both_its_tokens(tmp_path: Path) -> None:
     model = build("distilled", dtype=torch.float32)
-    path = export(model, tmp_path / "m.onnx", input=input_config(model)).path
+    path = export(model, tmp_path / "m.onnx", input=input_config(model), traces=traces("distilled")).path
     assert rows(path, "Softmax")[-1] == 2
     assert failures(model, path, "distilled") == []
 
 
 @pytest.mark.parametrize("variant", ["swin", "pvt"])
 def test_averaged_tokens_are_all_computed(variant: str, tmp_path: Path) -> None:
-    assert count_short(build(variant, dtype=torch.float32), tmp_path / "m.onnx") == 0
+    assert count_short(variant, tmp_path / "m.onnx") == 0
 
 
 def test_unread_tokens_are_not_computed(tmp_path: Path) -> None:
-    assert count_short(build("plain", dtype=torch.float32), tmp_path / "m.onnx") > 0
+    assert count_short("plain", tmp_path / "m.onnx") > 0
 
 
 @pytest.mark.parametrize("variant", ["plain", "swin", "pvt"])
 def test_runtimes_infer_the_shapes_of_intermediate_values(variant: str, tmp_path: Path) -> None:
     model = build(variant, dtype=torch.float32)
-    graph = onnx.load(export(model, tmp_path / "m.onnx", input=input_config(model)).path).graph
+    path = export(model, tmp_path / "m.onnx", input=input_config(model), traces=traces(variant)).path
+    graph = onnx.load(path).graph
     results = {name for node in graph.node for name in node.output}
     assert not [v.name for v in graph.value_info if v.name in results and v.type.tensor_type.HasField("shape")]
     assert [dim.dim_value for dim in graph.output[0].type.tensor_type.shape.dim][1:] == [model.num_classes]
@@ -86,7 +91,7 @@ def test_runtimes_infer_the_shapes_of_intermediate_values(variant: str, tmp_path
 
 def test_linear_layers_are_one_node_each(tmp_path: Path) -> None:
     model = build("layer_scale", dtype=torch.float32)
-    path = export(model, tmp_path / "m.onnx", input=input_config(model)).path
+    path = export(model, tmp_path / "m.onnx", input=input_config(model), traces=traces("layer_scale")).path
     nodes = onnx.load(path).graph.node
     linear = sum(isinstance(module, nn.Linear) for module in model.modules())
     assert sum(node.op_type == "Gemm" for node in nodes) == linear

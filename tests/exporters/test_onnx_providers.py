@@ -14,7 +14,7 @@ from typing import Any
 import onnxruntime as ort
 import pytest
 import torch
-from contracts import build, images
+from contracts import build, images, traces
 
 from vitcompress.bench import suite
 from vitcompress.errors import DeviceError, InputError, OutputError
@@ -35,7 +35,7 @@ PROFILE = ("images:1x3x8x8", "images:4x3x8x8", "images:8x3x8x8")
 def onnx(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("onnx") / "model.onnx"
     model = build("plain", dtype=torch.float32)
-    export(model, path, input=input_config(model))
+    export(model, path, input=input_config(model), traces=traces("plain"))
     return path
 
 

@@ -6,7 +6,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
-from contracts import build, images
+from contracts import build, images, traces
 from too_large import large_ffn
 from torch import Tensor, nn
 
@@ -24,15 +24,23 @@ def exported(folder: Path, model: nn.Module, precision: str = "fp16", **options:
     return export(model, folder / f"{precision}.onnx", input=input_config(model), options=chosen).path
 
 
+@pytest.fixture(scope="module")
+def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of the plain model in fp16; never changed."""
+    return exported(tmp_path_factory.mktemp("half"), build("plain", dtype=torch.float32))
+
+
 def bits(logits: Tensor, dtype: torch.dtype) -> Tensor:
     return logits.to(dtype).float()
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(("precision", "dtype", "digits"), [("fp16", torch.float16, 11), ("bf16", torch.bfloat16, 8)])
-def test_every_result_is_one_of_half_precision(precision: str, dtype: torch.dtype, digits: int, tmp_path: Path) -> None:
+def test_every_result_is_one_of_half_precision(
+    precision: str, dtype: torch.dtype, digits: int, half: Path, tmp_path: Path
+) -> None:
     model = build("plain", dtype=torch.float32)
-    logits = rounded_logits(exported(tmp_path, model, precision), X)
+    logits = rounded_logits(half if precision == "fp16" else exported(tmp_path, model, precision), X)
     assert torch.equal(logits, bits(logits, dtype))
     expected = convert_precision(model, precision)(X)
     # The same roundings in another order, some forty from the images to the logits of two blocks, in both.
@@ -62,18 +70,18 @@ def test_other_families(variant: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits, expected, rtol=0, atol=120 * 2.0**-11 * float(expected.abs().max()))
 
 
-def test_weights_in_a_file_of_their_own(tmp_path: Path) -> None:
+def test_weights_in_a_file_of_their_own(half: Path, tmp_path: Path) -> None:
     model = build("plain", dtype=torch.float32)
     options = ExportOptions(precision="fp16")
     external = export(model, tmp_path / "external.onnx", input=input_config(model), options=options, external_data=True)
-    whole = exported(tmp_path, model)
     assert len(external.files) == 2
-    assert torch.equal(rounded_logits(external.path, X), rounded_logits(whole, X))
+    assert torch.equal(rounded_logits(external.path, X), rounded_logits(half, X))
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".part")]
 
 
 def test_nothing_is_rounded_in_fp32(tmp_path: Path) -> None:
-    path = exported(tmp_path, build("plain", dtype=torch.float32), "fp32")
+    model = build("plain", dtype=torch.float32)
+    path = export(model, tmp_path / "fp32.onnx", input=input_config(model), traces=traces("plain")).path
     before, after = onnx.load(str(path)), spell_out_casts(onnx.load(str(path)))
     assert [node.op_type for node in before.graph.node] == [node.op_type for node in after.graph.node]
     options = ort.SessionOptions()

@@ -1,6 +1,7 @@
 """OpenVINO files whose linear layers are in int8, with fp32 or bf16 elsewhere."""
 
 from contextlib import closing
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,17 @@ def model() -> nn.Module:
     return create_model("vit_tiny_patch16_224", {**SIZE, "depth": 2})
 
 
-def export(model: nn.Module, path: Path, **options: Any) -> Exported:
+@cache
+def traces(changed: str = "") -> dict[Any, Any]:
+    """Of `model`, or of a model with this name: each is traced once for all its exports."""
+    return {}
+
+
+def export(model: nn.Module, path: Path, traces: dict[Any, Any] | None = None, **options: Any) -> Exported:
     settings, exporter = ExportOptions(**options), EXPORTERS["openvino"]
     exporter.check(settings)
-    about = {"input": input_config(model), "calibrate": lambda source: calibrate(source, IMAGES, "int8")}
-    return exporter.export(model, path, options=settings, **about)
+    about: Any = {"input": input_config(model), "calibrate": lambda source: calibrate(source, IMAGES, "int8")}
+    return exporter.export(model, path, options=settings, traces={} if traces is None else traces, **about)
 
 
 @pytest.mark.parametrize(("width", "hidden"), [(32, 128), (128, 256), (128, 320)])
@@ -59,7 +66,7 @@ def test_small_models_run_at_every_batch_size(width: int, hidden: int, tmp_path:
 
 @pytest.mark.parametrize(("precision", "hint"), [("int8", "f32"), ("int8+bf16", "bf16")])
 def test_the_file_agrees_and_states_its_precision(precision: str, hint: str, model: nn.Module, tmp_path: Path) -> None:
-    done = export(model, tmp_path / "m.xml", precision=precision)
+    done = export(model, tmp_path / "m.xml", traces(), precision=precision)
     assert (done.build["weights"], done.build["settings"]) == ("int8", {"INFERENCE_PRECISION_HINT": hint})
     assert decode_json_values(done.metadata)["precision"] == done.precision == precision
     file = {"file": "m.xml", "format": "openvino", "precision": precision}
@@ -79,7 +86,7 @@ def test_the_file_agrees_and_states_its_precision(precision: str, hint: str, mod
 
 @pytest.mark.parametrize("uint8", [False, True])
 def test_every_stored_weight_is_within_half_a_step_of_the_model(uint8: bool, model: nn.Module, tmp_path: Path) -> None:
-    contents = read_contents(export(model, tmp_path / "m.xml", precision="int8", uint8=uint8).path)
+    contents = read_contents(export(model, tmp_path / "m.xml", traces(), precision="int8", uint8=uint8).path)
     represented = [stored.name for stored in contents.tensors if stored.dequantized is not None]
     assert len(represented) == 2 * 4 * 2 + (2 if uint8 else 3)  # weights and biases in eight bits, and tensors in fp16
     assert not compare_tensors(exported_module(model, contents.metadata), contents).problems
@@ -96,7 +103,7 @@ def test_weights_have_eight_bits_where_their_products_are_exact(
 ) -> None:
     (tmp_path / "cpuinfo").write_text(cpu)
     monkeypatch.setattr(hardware, "CPUINFO", tmp_path / "cpuinfo")
-    done = export(model, tmp_path / "m.xml", precision="int8", weight_bits=bits)
+    done = export(model, tmp_path / "m.xml", traces(), precision="int8", weight_bits=bits)
     assert decode_json_values(done.metadata)["quantization"]["weight_bits"] == expected
     stored = [s for s in read_contents(done.path).tensors if s.name.endswith(".weight_quantized")]
     assert max(np.abs(np.frombuffer(s.read(), np.int8).astype(int)).max() for s in stored) in (
@@ -110,11 +117,12 @@ def test_layer_norms_are_quantised_apart_from_their_scales(
 ) -> None:
     if not apart:
         monkeypatch.setattr("vitcompress.exporters.openvino.export._separate_scales", lambda model: None)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:  # else the scales are 1 and the shifts 0
-                parameter.add_(0.2 * torch.randn_like(parameter))
-    done = export(model, tmp_path / "m.xml", precision="int8")
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    done = export(model, tmp_path / "m.xml", traces("scaled"), precision="int8")
     quantised = [node for node in read_ir(done.path).get_ops() if node.get_type_name() == "FakeQuantize"]
     ranks = [len(node.get_output_partial_shape(0)) for node in quantised]
     assert (len(ranks), ranks.count(3)) == (2 * 4, 3 * apart)  # the first LayerNorm is before the tokens are in rows
@@ -133,7 +141,7 @@ def test_saturated_products_are_detected(bits: int, model: nn.Module, tmp_path: 
         for name, weight in model.named_parameters():
             if "blocks" in name and weight.ndim == 2:  # weights near the largest one in each row
                 weight.copy_(weight.sign() * weight.abs().clamp(min=0.08))
-    done = export(model, tmp_path / "m.xml", precision="int8", weight_bits=bits)
+    done = export(model, tmp_path / "m.xml", traces("clamped"), precision="int8", weight_bits=bits)
     checks = {check.name.rpartition(".")[2]: check for check in output_checks(done.path, Original(model, IMAGES))}
     sets = hardware.instruction_sets() or {}
     saturates = bits == 8 and sets.get("AVX2") and not sets["VNNI"]
@@ -144,7 +152,8 @@ def test_saturated_products_are_detected(bits: int, model: nn.Module, tmp_path: 
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
 def test_every_batch_size_is_compiled_with_its_shape(precision: str, tmp_path: Path) -> None:
     model = create_model("vit_tiny_patch16_224", {**SIZE, "embed_dim": 128, "depth": 1})
-    exact, runner = model(IMAGES).detach(), open_runner(export(model, tmp_path / "m.xml", precision=precision).path)
+    path = export(model, tmp_path / "m.xml", traces("one block"), precision=precision).path
+    exact, runner = model(IMAGES).detach(), open_runner(path)
     expected = runner(IMAGES)
     assert float((expected - exact).abs().max() / exact.abs().max()) < (0.08 if precision == "int8" else 1e-4)
     for count in (1, 7, 2, 3, 5, 1, 20):  # more than are kept
@@ -170,11 +179,11 @@ def test_a_file_with_a_fixed_batch_runs_at_that_batch_alone(tmp_path: Path) -> N
 
 
 def test_other_precisions_are_rejected(model: nn.Module, tmp_path: Path) -> None:
-    path = export(model, tmp_path / "m.xml", precision="int8").path
+    path = export(model, tmp_path / "m.xml", traces(), precision="int8").path
     with pytest.raises(DeviceError, match="cannot run in 'fp32'"):
         open_runner(path, precision="fp32")
     with pytest.raises(DeviceError, match=r"cannot run in 'int8\+bf16'"):
-        open_runner(export(model, tmp_path / "wide.xml").path, precision="int8+bf16")
+        open_runner(export(model, tmp_path / "wide.xml", traces()).path, precision="int8+bf16")
     for name, options in (("onnx", {"precision": "int8+bf16"}), ("openvino", {"weight_bits": 8})):
         with pytest.raises(InputError):
             EXPORTERS[name].check(ExportOptions(**options))
@@ -194,11 +203,11 @@ def test_a_file_that_is_slower_than_fp32_is_reported(
     (tmp_path / "cpuinfo").write_text(AVX2)
     monkeypatch.setattr(hardware, "CPUINFO", tmp_path / "cpuinfo")
     large = create_model("vit_tiny_patch16_224", {**SIZE, "img_size": 32, "depth": 12, "embed_dim": 192})
-    exporter, about = EXPORTERS[form], {"input": input_config(large), "calibrate": lambda source: {}}
+    exporter, about = EXPORTERS[form], {"input": input_config(large), "traces": traces("large")}
     done = exporter.export(large, tmp_path / f"m{exporter.suffix}", **about)
     slower = compare_with_fp32(
         Exported(**{**vars(done), "precision": "int8"}),
-        lambda path: exporter.export(model, path, input=input_config(model)),
+        lambda path: exporter.export(model, path, input=input_config(model), traces=traces()),
     )
     assert slower.speed["verdict"] == "slower" and slower.speed["a"] == "fp32"
     warning = slower.build["warnings"][0]

@@ -1,6 +1,7 @@
 """The recorded reasons for an opset hold: count the operators of the runtimes' optimised graphs."""
 
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,12 @@ ARGS = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": DEPTH, "num_h
 openvino = pytest.mark.skipif(EXPORTERS["openvino"].unavailable() is not None, reason="OpenVINO is not installed")
 
 
+@cache
+def traces(qk: int) -> dict[Any, Any]:
+    """Of `model(qk)`, for all formats."""
+    return {}
+
+
 def model(qk: int = 16) -> nn.Module:
     """Heads of 16 channels, with `qk` channels of each q and k."""
     network = create_model(ARCH, ARGS)
@@ -30,13 +37,15 @@ def model(qk: int = 16) -> nn.Module:
     return network if qk == 16 else surgery.apply_plan(network, Plan(ARCH, ARGS, kept=kept))
 
 
-def written(network: nn.Module, path: Path, opset: int) -> Path:
-    return export(network, path, input=input_config(network), options=ExportOptions(opset=opset)).path
+def written(qk: int, path: Path, opset: int) -> Path:
+    network = model(qk)
+    about: Any = {"input": input_config(network), "traces": traces(qk)}
+    return export(network, path, options=ExportOptions(opset=opset), **about).path
 
 
 @pytest.mark.parametrize("qk", [16, 8])
 def test_onnx_runtime_folds_the_scale_into_a_product(qk: int, tmp_path: Path) -> None:
-    path = written(model(qk), tmp_path / "m.onnx", 20)
+    path = written(qk, tmp_path / "m.onnx", 20)
     assert Counter(node.op_type for node in onnx.load(str(path)).graph.node)["Mul"] == DEPTH
     options = ort.SessionOptions()
     options.optimized_model_filepath, options.log_severity_level = str(tmp_path / "optimised.onnx"), 3
@@ -56,8 +65,9 @@ def test_openvino_fuses_attention_completely(qk: int, tmp_path: Path) -> None:
     from vitcompress.exporters.openvino.runner import core
 
     network = model(qk)
-    path = EXPORTERS["openvino"].export(network, tmp_path / "m.xml", input=input_config(network)).path
-    node = written(network, tmp_path / "m.onnx", 23)  # attention as one node
+    about: Any = {"input": input_config(network), "traces": traces(qk)}
+    path = EXPORTERS["openvino"].export(network, tmp_path / "m.xml", **about).path
+    node = written(qk, tmp_path / "m.onnx", 23)  # attention as one node
     config = {"INFERENCE_PRECISION_HINT": "f32"}
     ours, whole = (layers(core().compile_model(str(m), "CPU", config)) for m in (path, node))
     assert (ours["Subgraph"], ours["Softmax"]) == (whole["Subgraph"], whole["Softmax"]) == (DEPTH, 0)

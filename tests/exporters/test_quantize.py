@@ -13,7 +13,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
-from contracts import build, images
+from contracts import build, images, traces
 from torch import nn
 
 from vitcompress.errors import InputError, PrecisionError
@@ -55,14 +55,14 @@ TRACES: dict[Any, Any] = {}  # of `model()`
 
 
 def write(folder: Path, source: nn.Module | None = None, method: Any = "minmax", **options: Any) -> Exported:
-    traces, source = TRACES if source is None else {}, source or model()
+    kept, source = TRACES if source is None else {}, source or model()
     form = options.pop("form", "unsigned_input")
     settings = ExportOptions(**{"precision": "int8", **options})
 
     def ranges(path: Path) -> dict[str, float]:
         return calibrate(path, X, settings.precision, method)  # type: ignore[arg-type]
 
-    about: Any = {"input": input_config(source), "calibrate": ranges, "traces": traces}
+    about: Any = {"input": input_config(source), "calibrate": ranges, "traces": kept}
     return export(source, folder / "model.onnx", options=settings, form=form, lean=form != "float_bias", **about)
 
 
@@ -89,7 +89,7 @@ def checks_of(path: Path) -> dict[str, Check]:
 def test_the_file_computes_what_its_emulation_computes(tmp_path: Path, uint8: bool) -> None:
     """One layer at a time: after another that rounds, a difference of one bit may become one of a whole step."""
     exact, config = model(), input_config(model())
-    plain = export(exact, tmp_path / "plain.onnx", options=ExportOptions(uint8=uint8), input=config).path
+    plain = export(exact, tmp_path / "plain.onnx", options=ExportOptions(uint8=uint8), input=config, traces=TRACES).path
     x = from_bytes(to_bytes(X, config), config) if uint8 else X
     ranges = calibrate(plain, x, "int8")
     assert sorted(ranges) == sorted([*LAYERS, "head"])
@@ -109,7 +109,7 @@ def test_the_file_computes_what_its_emulation_computes(tmp_path: Path, uint8: bo
 def test_values_beyond_the_range_are_clipped_as_in_the_file(tmp_path: Path) -> None:
     """int8 has one number more below 0 than above."""
     exact = model()
-    plain = export(exact, tmp_path / "plain.onnx", input=input_config(exact)).path
+    plain = export(exact, tmp_path / "plain.onnx", input=input_config(exact), traces=TRACES).path
     settings = Quantization("int8", {LAYERS[5]: calibrate(plain, X, "int8")[LAYERS[5]] / 4}, "int32_bias", 7)
     quantize(plain, tmp_path / "model.onnx", settings)
     with torch.no_grad(), EightBitProducts(exact, settings):
@@ -124,7 +124,7 @@ def test_values_beyond_the_range_are_clipped_as_in_the_file(tmp_path: Path) -> N
 def test_biases_are_rounded_as_in_the_file(tmp_path: Path, form: Any) -> None:
     """With a range so large that every input rounds to 0, the layer returns its bias in the steps of the products."""
     exact = model()
-    plain = export(exact, tmp_path / "plain.onnx", input=input_config(exact)).path
+    plain = export(exact, tmp_path / "plain.onnx", input=input_config(exact), traces=TRACES).path
     settings = Quantization("int8", {LAYERS[5]: 1e6}, form, 8)
     quantize(plain, tmp_path / "model.onnx", settings)
     with torch.no_grad(), EightBitProducts(exact, settings):
@@ -142,6 +142,7 @@ def test_unsigned_inputs_have_the_values_of_signed_ones(variant: str, tmp_path: 
     """ONNX Runtime has no fast kernel for a signed input of several products, such as q and kv of the last PVTv2."""
     source, x = build(variant, dtype=torch.float32), images(variant, dtype=torch.float32)
     about: Any = {"input": input_config(source), "calibrate": lambda path: calibrate(path, x, "int8")}
+    about["traces"] = traces(variant)
     logits, inputs = [], []
     for form in ("int32_bias", "unsigned_input"):
         options = ExportOptions("int8")
@@ -271,8 +272,8 @@ def test_other_methods_cut_off_at_most_the_largest_values(tmp_path: Path, method
 
 
 def test_percentile_leaves_out_one_value_of_ten_thousand(tmp_path: Path) -> None:
-    exact = model()
-    plain, inputs = export(exact, tmp_path / "plain.onnx", input=input_config(exact)).path, dict[str, torch.Tensor]()
+    exact, inputs = model(), dict[str, torch.Tensor]()
+    plain = export(exact, tmp_path / "plain.onnx", input=input_config(exact), traces=TRACES).path
     for name in LAYERS:
         exact.get_submodule(name).register_forward_pre_hook(
             lambda _, args, name=name: inputs.update({name: args[0].detach().abs().flatten()})
@@ -366,6 +367,7 @@ def test_two_exports_are_the_same_bytes(tmp_path: Path) -> None:
 def test_stated_ranges_need_no_images(tmp_path: Path) -> None:
     """As after a training with fixed or learned ranges."""
     about: Any = {"input": input_config(model()), "calibrate": lambda path: dict.fromkeys(LAYERS, 3.0)}
+    about["traces"] = TRACES
     done = export(model(), tmp_path / "model.onnx", options=ExportOptions(precision="int8"), **about)
     assert set(settings_of(done).ranges.values()) == {3.0}
 
@@ -378,7 +380,7 @@ def infinite_weight() -> nn.Module:
 
 
 def test_wrong_input(tmp_path: Path) -> None:
-    plain = export(model(), tmp_path / "plain.onnx", input=input_config(model()))
+    plain = export(model(), tmp_path / "plain.onnx", input=input_config(model()), traces=TRACES)
     for wrong, text in (
         (X[:, :, :5], "calibration needs images of"),
         (X[:0], "calibration needs images of"),
@@ -439,8 +441,9 @@ def test_two_engines_have_the_same_bytes_or_in_int8_the_same_size(
 
     about: Any = {"input": input_config(model()), "calibrate": ranges}
     options = ExportOptions(precision=precision, sm=sm, batch=(1, 2, 4))
-    first, second = (
-        EXPORTERS["trt-rtx"].export(model(), tmp_path / f"{n}.rtx.engine", options=options, **about) for n in "ab"
+    first, second = (  # the second one is traced again
+        EXPORTERS["trt-rtx"].export(model(), tmp_path / f"{n}.rtx.engine", options=options, traces=kept, **about)
+        for n, kept in (("a", TRACES), ("b", {}))
     )
     # In int8, internal names inside an engine may differ.
     assert first.bytes == second.bytes if precision == "int8" else first.sha256 == second.sha256

@@ -10,7 +10,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
-from contracts import build, contract, images
+from contracts import build, contract, images, traces
 from onnx import TensorProto, helper
 
 from vitcompress.errors import ArtifactError, DeviceError, InputError
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     model = build("plain", dtype=torch.float32)
     write_model(folder, model, contract("plain").plan)
-    export(model, folder / "model.onnx", input=input_config(model))
+    export(model, folder / "model.onnx", input=input_config(model), traces=traces("plain"))
     return folder
 
 

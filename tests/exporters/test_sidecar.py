@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from contracts import build
+from contracts import build, traces
 from damage import edits
 
 from vitcompress.errors import ArtifactError, VitcompressError
@@ -48,7 +48,8 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         pytest.skip(f"{exporter.name} cannot be written here")
     more: dict[str, Any] = {"sm": (89,), "batch": (1, 2, 4), "keep_onnx": False} if exporter.suffix != ".onnx" else {}
     path = tmp_path_factory.mktemp("exported") / f"model{exporter.suffix}"
-    exporter.export(MODEL, path, input=input_config(MODEL), classes=tuple("abcde"), options=ExportOptions(**more))
+    about: Any = {"input": input_config(MODEL), "classes": tuple("abcde"), "traces": traces("plain")}
+    exporter.export(MODEL, path, options=ExportOptions(**more), **about)
     record_status(path, [Check(f"agreement.{path.name}", "not_run", detail="no GPU", command="vitcompress verify run")])
     known = read_sidecar(path) or {}
     amend_sidecar(path, islands_search=SEARCH, build={**known["build"], "truth": [TRUTH]})

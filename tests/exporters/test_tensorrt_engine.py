@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from contracts import build, spaces_of
+from contracts import build, spaces_of, traces
 from torch import nn
 
 from vitcompress import surgery
@@ -64,9 +64,12 @@ def engine(model: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def built(model: nn.Module, path: Path, **options: Any) -> dict[str, Any]:
+def built(model: nn.Module, path: Path, kept: dict[Any, Any] | None = None, **options: Any) -> dict[str, Any]:
+    """kept: traces of this model."""
+    kept = traces("plain") if kept is None else kept
     wanted = ExportOptions(**{**SMALL, **options})
-    return TENSORRT_RTX.export(model, path, input=input_config(model), options=wanted).to_dict()
+    about: Any = {"input": input_config(model), "traces": kept}
+    return TENSORRT_RTX.export(model, path, options=wanted, **about).to_dict()
 
 
 def test_an_engine_for_other_gpus_is_built_and_not_opened(
@@ -183,7 +186,7 @@ def test_an_unsupported_graph_is_reported_with_its_node(model: nn.Module, tmp_pa
     """Attention as one node whose values are wider than its keys."""
     wide = pruned_keys(model)
     with pytest.raises(VitcompressError, match=r"does not support the node .*attention.*\(Attention\)") as caught:
-        built(wide, tmp_path / "m.engine", opset=23, precision="fp16")
+        built(wide, tmp_path / "m.engine", {}, opset=23, precision="fp16")
     assert "--opset 20" in str(caught.value.hint) and "same" in caught.value.message
     assert list(tmp_path.iterdir()) == []
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import onnxruntime
 import pytest
@@ -10,6 +11,7 @@ import torch
 from vitcompress.cli.output import tables
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters import doctor
+from vitcompress.exporters.base import Exported
 from vitcompress.exporters.onnx.export import export
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.runtimes import EXPORTERS
@@ -32,6 +34,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+TRACES: dict[Any, Any] = {}  # of the model of `folder`
+
+
+def write_file(folder: Path, **arguments: Any) -> Exported:
+    """`export_folder` of `folder`, whose model is traced once for all tests."""
+    return export_folder(folder, traces=TRACES, **arguments)
+
+
 def test_the_export_has_the_outputs_of_the_folder(folder: Path) -> None:
     done = export_folder(folder)
     images = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -47,9 +57,10 @@ def test_the_export_has_the_outputs_of_the_folder(folder: Path) -> None:
 def test_class_names_stay_and_a_precision_gets_a_file_of_its_own(folder: Path) -> None:
     assert read_classes(folder / "model.onnx") == ()
     model = load_model(folder)
-    export(model, folder / "model.onnx", input=input_config(model), classes=("ant", "bee", "cow"))
+    about: Any = {"input": input_config(model), "traces": TRACES}
+    export(model, folder / "model.onnx", classes=("ant", "bee", "cow"), **about)
     before = (folder / "model.onnx").read_bytes()
-    done = export_folder(folder, options=ExportOptions(precision="fp16"))
+    done = write_file(folder, options=ExportOptions(precision="fp16"))
     assert done.path.name == "model-fp16.onnx" and (folder / "model.onnx").read_bytes() == before
     assert json.loads(done.metadata["classes"]) == ["ant", "bee", "cow"]
 
@@ -58,12 +69,12 @@ def test_an_export_beside_a_file_of_another_precision_or_input_gets_the_whole_la
     """As a recipe with export.precision or export.uint8 writes model.onnx."""
     model = load_model(folder)
     for other in (ExportOptions(uint8=True), ExportOptions(precision="fp16")):
-        export(model, folder / "model.onnx", input=input_config(model), options=other)
+        export(model, folder / "model.onnx", input=input_config(model), options=other, traces=TRACES)
         before = (folder / "model.onnx").read_bytes()
         for _ in range(2):  # the second one replaces the first
-            assert export_folder(folder).path.name == "model-fp32-float32.onnx"
+            assert write_file(folder).path.name == "model-fp32-float32.onnx"
         assert (folder / "model.onnx").read_bytes() == before
-    assert export_folder(folder, options=ExportOptions(uint8=True)).path.name == "model-uint8.onnx"
+    assert write_file(folder, options=ExportOptions(uint8=True)).path.name == "model-uint8.onnx"
 
 
 def test_invalid_exports_are_rejected(folder: Path, tmp_path: Path) -> None:
@@ -81,9 +92,9 @@ def test_invalid_exports_are_rejected(folder: Path, tmp_path: Path) -> None:
 def test_a_run_that_is_not_finished_is_not_exported(folder: Path) -> None:
     (folder / "recipe.toml").write_text("")
     with pytest.raises(ArtifactError, match="is not finished"):
-        export_folder(folder)
+        write_file(folder)
     (folder / "report.json").write_text("{}")
-    assert export_folder(folder).path.is_file()
+    assert write_file(folder).path.is_file()
 
 
 def test_doctor_describes_this_machine() -> None:
@@ -146,7 +157,7 @@ def test_doctor_names_the_precisions_that_are_fast(
 
 def test_int8_without_training_images_is_an_error(folder: Path) -> None:
     with pytest.raises(InputError, match="needs images of the training data"):
-        export_folder(folder, options=ExportOptions(precision="int8"))
+        write_file(folder, options=ExportOptions(precision="int8"))
     with pytest.raises(InputError, match=r"no layer 'blocks\.1\.attn'"):
-        export_folder(folder, options=ExportOptions(precision="int8", islands=("blocks.1.attn",)))
+        write_file(folder, options=ExportOptions(precision="int8", islands=("blocks.1.attn",)))
     assert not list(folder.glob("*.onnx*"))

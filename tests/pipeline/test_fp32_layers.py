@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -224,19 +225,28 @@ def with_outlier() -> nn.Module:
 NAMES = [name for name in ("onnx", "openvino") if EXPORTERS[name].unavailable() is None]
 
 
-def search_int8(folder: Path, model: nn.Module, name: str, **more: Any) -> Exported:
+@cache
+def traces(create: Callable[[], nn.Module]) -> dict[Any, Any]:
+    """Of the model that `create` returns, for all tests."""
+    return {}
+
+
+def search_int8(
+    folder: Path, model: nn.Module, name: str, traces: dict[Any, Any] | None = None, **more: Any
+) -> Exported:
     options = ExportOptions(**{"precision": "int8", "islands": ("auto",), "calibration": 3, **more})
     EXPORTERS[name].check(options)
     calibration = Calibration(model, options, RunFolder(folder), as_images([(image, 0) for image in X]))
     path = folder / f"model{EXPORTERS[name].suffix}"
-    return write_export(EXPORTERS[name], Original(model, X), path, options=options, calibration=calibration)
+    about: Any = {"calibration": calibration, "traces": traces}
+    return write_export(EXPORTERS[name], Original(model, X), path, options=options, **about)
 
 
 @pytest.mark.parametrize(("create", "smooth"), [(plain, False), (with_outlier, True)])
 def test_all_layers_are_in_int8_without_an_outlier_or_with_rescaled_layers(
     tmp_path: Path, create: Callable[[], nn.Module], smooth: bool
 ) -> None:
-    done = search_int8(tmp_path, create(), "onnx", smooth=smooth)
+    done = search_int8(tmp_path, create(), "onnx", traces(create), smooth=smooth)
     result: Any = done.islands_search
     assert result["chosen"] == () and result["costs"] == {} and len(result["tries"]) == 1
     assert {"head", "patch_embed.proj"} == set(json.loads(done.metadata["islands"]))
@@ -250,7 +260,7 @@ def test_only_the_layer_with_an_outlier_stays_out_of_int8_and_has_a_cost(
 ) -> None:
     if name == "openvino":  # as on a machine that cannot run the file
         monkeypatch.setattr(suite, "run", no_device)
-    done = search_int8(tmp_path, with_outlier(), name)
+    done = search_int8(tmp_path, with_outlier(), name, traces(with_outlier))
     result: Any = done.islands_search
     assert result["chosen"] == ("blocks.1.mlp.fc1",) and result["smallest"] and len(result["tries"]) <= 20
     assert result["proxy"] is (name == "openvino")
@@ -272,7 +282,7 @@ def test_an_int8_file_in_a_folder_with_a_manifest_is_replaced(tmp_path: Path, is
     write_model(folder, model, plan_of(model))
     write_manifest(folder)
     for calibration in (3, 2, 2, 3):
-        done = search_int8(folder, model, "onnx", islands=islands, calibration=calibration)
+        done = search_int8(folder, model, "onnx", traces(with_outlier), islands=islands, calibration=calibration)
         assert done.speed and find_changes(folder) == {}
 
 
@@ -283,14 +293,14 @@ def test_ranges_are_kept_for_each_setting_and_used_only_as_written(tmp_path: Pat
     settings: list[dict[str, Any]] = [{"calibration": 2}, {"calibration_method": "entropy"}, {"uint8": True}, {}]
     ranges = list[Any]()
     for more in (*settings, *settings):
-        done = search_int8(folder, model, "onnx", islands=(), **more)
+        done = search_int8(folder, model, "onnx", traces(plain), islands=(), **more)
         ranges.append(json.loads(done.metadata["quantization"])["ranges"])
     files = list(RunFolder(folder).ranges.glob("*.json"))
     assert ranges[:4] == ranges[4:] and all(ranges[3] != other for other in ranges[:3]) and len(files) == 4
     for file in files:
         file.write_text(file.read_text().replace("mlp.fc1", "mlp.fc3"))
     with pytest.raises(ArtifactError, match="is not as it was written"):
-        search_int8(folder, model, "onnx", islands=())
+        search_int8(folder, model, "onnx", traces(plain), islands=())
 
 
 def test_ranges_do_not_depend_on_the_format_that_was_exported_first(tmp_path: Path) -> None:
@@ -300,7 +310,7 @@ def test_ranges_do_not_depend_on_the_format_that_was_exported_first(tmp_path: Pa
         write_model(folder, model, plan_of(model))
         for name in order:
             if name in FORMATS:
-                search_int8(folder, model, name, islands=())
+                search_int8(folder, model, name, traces(plain), islands=())
         about.append(read_json(next(RunFolder(folder).ranges.glob("*.json"))))
     assert about[0] == about[1]
 
@@ -330,7 +340,7 @@ def no_device(*arguments: object, **more: object) -> None:
 
 @pytest.mark.skipif("openvino" not in NAMES, reason="OpenVINO is not installed")
 def test_named_layers_stay_out_of_int8_in_openvino(tmp_path: Path) -> None:
-    done = search_int8(tmp_path, plain(), "openvino", islands=("blocks.0.mlp",))
+    done = search_int8(tmp_path, plain(), "openvino", traces(plain), islands=("blocks.0.mlp",))
     assert json.loads(done.metadata["islands"]) == ["blocks.0.mlp", "head", "patch_embed.proj"]
     assert {check.verdict for check in output_checks(done.path, Original(plain(), X))} == {"passed"}
     for precision in ("fp32", "bf16"):

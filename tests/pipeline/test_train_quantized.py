@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -72,10 +73,10 @@ def test_ranges_are_measured_on_images_of_the_training_data(finished: RunFolder,
     recipe = load_recipe_of_run(finished.recipe)
     data = open_data(recipe.data, recipe.run.seed)
     known = [read_json(file) for file in later.ranges.glob("*.json")]
-    for weights, count in ((finished.folded, 32), (finished.weights, 32), (finished.weights, 24)):
+    for weights, counts in ((finished.folded, (32,)), (finished.weights, (32, 24))):
         model = load_model_files(finished.plan, weights)
         plain = export(model, tmp_path / "plain.onnx", input=input_config(model)).path
-        for source, same in ((data.train, True), (data.heldout, False), (data.test, False)):
+        for count, (source, same) in product(counts, ((data.train, True), (data.heldout, False), (data.test, False))):
             images = calibration_images(source, input_config(model), count, recipe.run.seed)
             ranges = {name: pytest.approx(value, rel=1e-4) for name, value in calibrate(plain, images, "int8").items()}
             assert (ranges in known) is same

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from contracts import build
+from contracts import build, traces
 from onnx import numpy_helper
 
 from vitcompress.exporters.options import ExportOptions
@@ -43,7 +43,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Export:
         model = build(variant, dtype=torch.float32)
         more = {"sm": (80,), "batch": (1, 4, 8)} if form == "trt-rtx" else {}
         path, config = tmp_path_factory.mktemp(variant) / f"model{EXPORTERS[form].suffix}", input_config(model)
-        EXPORTERS[form].export(model, path, input=config, options=ExportOptions(precision=precision, **more))
+        options, about = ExportOptions(precision=precision, **more), {"input": config, "traces": traces(variant)}
+        EXPORTERS[form].export(model, path, options=options, **about)
         noise = torch.randn(32, *config.size, generator=torch.Generator().manual_seed(0))
         return source_path(path) if form == "trt-rtx" else path, Original(model, noise)
 

@@ -18,6 +18,7 @@ from onnx import numpy_helper
 from vitcompress.bench.report.snippet import snippet
 from vitcompress.cli import main
 from vitcompress.errors import DeviceError
+from vitcompress.exporters.base import Exported
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.runtimes import Runner, open_runner
 from vitcompress.exporters.sidecar import amend_sidecar, read_sidecar
@@ -50,6 +51,14 @@ def folder(tmp_path: Path) -> Path:
         model.get_submodule("head").weight.mul_(30)
     write_model(tmp_path / "run", model, plan)
     return tmp_path / "run"
+
+
+TRACES: dict[Any, Any] = {}  # of the model of `folder`
+
+
+def write_file(folder: Path, format: str = "onnx", **arguments: Any) -> Exported:
+    """`export_folder` of `folder`, whose model is traced once for all tests."""
+    return export_folder(folder, format, traces=TRACES, **arguments)
 
 
 def test_evaluating_the_expected_outputs_does_not_change_the_model() -> None:
@@ -87,7 +96,7 @@ def test_the_outputs_of_an_edited_fp32_file_exceed_what_rounding_explains(
     edit: Callable[[Any], None], uint8: bool, folder: Path
 ) -> None:
     """Although the last two edits change the logits by far less than the share of fp32, and the sidecar is correct."""
-    path = export_folder(folder, options=ExportOptions(uint8=uint8)).path
+    path = write_file(folder, options=ExportOptions(uint8=uint8)).path
     original = Original(load_model(folder), IMAGES)
     before = {check.name: check for check in output_checks(path, original)}
     assert {check.verdict for check in before.values()} == {"passed"}
@@ -111,7 +120,7 @@ def test_the_outputs_of_an_edited_fp32_file_exceed_what_rounding_explains(
     ],
 )
 def test_a_file_with_the_outputs_of_the_model_is_verified(folder: Path, format: str, options: ExportOptions) -> None:
-    outcome = verify_export(folder, export_folder(folder, format, options=options))
+    outcome = verify_export(folder, write_file(folder, format, options=options))
     assert outcome.verdict == "passed", outcome.checks
     name = outcome.path.name
     names = {f"agreement.{name}.{kind}" for kind in ("flips", "kl", "cosine", "error")} | {f"weights.{name}"}
@@ -126,7 +135,7 @@ def test_a_file_with_the_outputs_of_the_model_is_verified(folder: Path, format: 
 
 
 def test_a_file_with_other_outputs_is_moved_away(folder: Path) -> None:
-    done = export_folder(folder, "openvino")
+    done = write_file(folder, "openvino")
     model = load_model(folder)
     with torch.no_grad():
         model.get_submodule("head").bias[0] += 3.0
@@ -140,7 +149,7 @@ def test_a_file_with_other_outputs_is_moved_away(folder: Path) -> None:
 
 
 def test_a_file_with_a_weight_that_is_not_the_models_is_moved_away(folder: Path) -> None:
-    done = export_folder(folder)
+    done = write_file(folder)
     assert verify_export(folder, done).verdict == "passed"
     add_unused_weight(done.path)
     outcome = verify_export(folder, done)
@@ -171,7 +180,7 @@ def test_a_file_that_cannot_run_here_is_not_run(folder: Path, capsys: pytest.Cap
 
 def test_on_a_gpu_it_runs_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the printed command would be useless: the CPU of that machine has no kernels either."""
-    half, plain = (export_folder(folder, options=ExportOptions(precision=kind)).path for kind in ("bf16", "fp32"))
+    half, plain = (write_file(folder, options=ExportOptions(precision=kind)).path for kind in ("bf16", "fp32"))
     devices: dict[str, str | None] = {}
 
     def recorded(path: Path, *, device: str | None) -> Runner:
@@ -231,7 +240,7 @@ def test_a_rejected_export_fails_its_folder_until_it_is_there(folder: Path) -> N
     reject_export(folder, "model.onnx", "its outputs differ")
     check = {check.name: check for check in verify_folder(folder, IMAGES).checks}["export.model.onnx"]
     assert (check.verdict, check.detail) == ("failed", "its outputs differ")
-    export_folder(folder)
+    write_file(folder)
     again = verify_folder(folder, IMAGES)
     assert again.passed and "export.model.onnx" not in {check.name for check in again.checks}
 
@@ -251,7 +260,7 @@ def test_the_command_for_a_file_outside_of_its_run_folder_copies_and_verifies_it
 
 
 def test_a_folder_is_checked_with_all_its_files(folder: Path) -> None:
-    plain, openvino = export_folder(folder), export_folder(folder, "openvino")
+    plain, openvino = write_file(folder), write_file(folder, "openvino")
     assert "runs everywhere" in plain.opset_reason and "OpenVINO" in openvino.opset_reason
     updates: list[tuple[str, int, int, str]] = []
     progress = Progress()
@@ -267,7 +276,7 @@ def test_a_folder_is_checked_with_all_its_files(folder: Path) -> None:
 
 
 def test_a_file_of_any_name_is_checked_with_its_folder(folder: Path) -> None:
-    export_folder(folder, out=folder / "edge.onnx")
+    write_file(folder, out=folder / "edge.onnx")
     (folder / "notes.onnx").write_bytes(b"not an export of this model")
     names = {"agreement.edge.onnx.error", "weights.edge.onnx", "onnx.edge.idle", "onnx.edge.file"}
     verification = verify_folder(folder, IMAGES)
@@ -282,7 +291,7 @@ def test_a_file_of_any_name_is_checked_with_its_folder(folder: Path) -> None:
 def test_the_source_of_an_engine_runs_at_the_batches_of_the_engine(
     folder: Path, monkeypatch: pytest.MonkeyPatch, images: int, most: int
 ) -> None:
-    path = export_folder(folder).path
+    path = write_file(folder).path
     amend_sidecar(path, build={"batch": [2, 8, 16]})
     model = load_model(folder)
     monkeypatch.setattr(outputs, "WORK", images * count_cost(model, (3, 8, 8)).macs)
@@ -292,7 +301,7 @@ def test_the_source_of_an_engine_runs_at_the_batches_of_the_engine(
 
 
 def test_openvino_never_computes_in_another_precision(folder: Path) -> None:
-    path = export_folder(folder, "openvino").path
+    path = write_file(folder, "openvino").path
     expected = load_model(folder)(IMAGES).detach()
     for precision, share in (("fp32", 1e-3), ("bf16", 8e-2), ("fp16", 1e-2)):
         try:
@@ -307,7 +316,7 @@ def test_openvino_never_computes_in_another_precision(folder: Path) -> None:
 
 def test_the_check_reports_the_precision_that_openvino_chooses(folder: Path) -> None:
     """On processors with bf16 that is bf16, also for an fp32 file, which its logits show."""
-    done = export_folder(folder, "openvino")
+    done = write_file(folder, "openvino")
     assert done.build["settings"] == {"INFERENCE_PRECISION_HINT": "f32"}
     model = load_model(folder)
     used = open_runner(done.path, precision="default").describe()["precision"]
@@ -339,7 +348,7 @@ signal.raise_signal(signal.SIGUSR1)
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="signals of POSIX")
 def test_signals_arrive_after_two_openvino_models(folder: Path) -> None:
     """Each core of OpenVINO installs a signal stack; that of the first must not remain when its memory is released."""
-    path = export_folder(folder, "openvino").path
+    path = write_file(folder, "openvino").path
     done = subprocess.run([sys.executable, "-c", SIGNALLED, str(path)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "heard\n"), done.stderr
 

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from contracts import build, contract, images
+from contracts import build, contract, images, traces
 from onnx import helper, numpy_helper
 
 from vitcompress.exporters.onnx.export import export
@@ -27,7 +27,8 @@ ORIGINAL = PlannedOriginal(MODEL, images("plain", dtype=torch.float32), plan=PLA
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("exported") / "model.onnx"
-    return export(MODEL, path, input=input_config(MODEL), plan_digest=PLAN.digest).path
+    about: Any = {"input": input_config(MODEL), "plan_digest": PLAN.digest, "traces": traces("plain")}
+    return export(MODEL, path, **about).path
 
 
 def edited(exported: Path, folder: Path, edit: Callable[[Any], object]) -> Path:

@@ -4,6 +4,7 @@ import shutil
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -106,13 +107,16 @@ def test_openvino_constants_that_share_their_bytes_are_all_compared(openvino_ir:
     assert "(48x16) is no weight of the model, but has the shape of the dense" in check.detail
 
 
+TRACES: dict[Any, Any] = {}  # of the model of `pruned("layer_scale")`
+
+
 @pytest.fixture
 def external(tmp_path: Path) -> Path:
     """An ONNX file with its tensors in a data file, as the exporter writes large ones."""
     _, model, plan = pruned("layer_scale")
     write_model(tmp_path, model, plan)
     path = tmp_path / "model.onnx"
-    export(model, path, input=input_config(model))
+    export(model, path, input=input_config(model), traces=TRACES)
     onnx_ir.save(onnx_ir.load(str(path)), str(path), external_data="model.onnx.data", size_threshold_bytes=0)
     return path
 
