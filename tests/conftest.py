@@ -7,6 +7,7 @@ tenth of the time of the tests that export.
 import gc
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -43,3 +44,13 @@ def pytest_collection_finish() -> None:
 
 def pytest_sessionfinish() -> None:
     gc.unfreeze()  # libraries that count what is left at the end of the process would complain
+
+
+@pytest.fixture(scope="session")
+def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run of `command_line.RECIPE` without training, for tests that work on a copy."""
+    from command_line import begin, finish_run
+
+    with pytest.MonkeyPatch.context() as patch:
+        begin(tmp_path_factory.mktemp("small") / "home", patch)
+        return finish_run().resolve()

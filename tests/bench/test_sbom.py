@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from command_line import begin, expect_error, run_folder
+from command_line import begin, copy_run, expect_error
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
@@ -13,9 +13,9 @@ from vitcompress import __version__, cli
 from vitcompress.io.files import file_sha256
 
 
-def test_the_bill_of_materials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bill_of_materials(small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begin(tmp_path / "home", monkeypatch)
-    folder = run_folder()
+    folder = copy_run(small_run)
     result = CliRunner().invoke(cli.main, ["report", "run", "--json", "--sbom"])
     assert result.exit_code == 0, result.output
     text = Path("sbom.cdx.json").read_text()

@@ -1,7 +1,6 @@
 """Machines, files and folders that a command cannot use, and Ctrl-C: one message and an exit code."""
 
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from command_line import begin, expect_error, images, run_folder
+from command_line import begin, copy_run, expect_error, images
 from whole_runs import ARCH
 
 from vitcompress import cli
@@ -26,17 +25,10 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begin(tmp_path / "home", monkeypatch)
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        begin(tmp_path_factory.mktemp("finished") / "home", patch)
-        return run_folder().resolve()
-
-
 @pytest.fixture
-def folder(finished: Path, home: None) -> Path:
+def folder(small_run: Path, home: None) -> Path:
     """A finished run without training, in the working folder."""
-    return Path(shutil.copytree(finished, "run"))
+    return copy_run(small_run)
 
 
 def test_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import onnx
 import pytest
 import torch
 from click.testing import CliRunner
-from command_line import begin, expect_error, run_folder
+from command_line import begin, copy_run, expect_error
 
 from vitcompress import cli
 from vitcompress.exporters.onnx.providers import PROVIDERS
@@ -30,11 +30,11 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A working folder with a finished run and its engine."""
     with pytest.MonkeyPatch.context() as patch:
         begin(tmp_path_factory.mktemp("finished") / "home", patch)
-        run_folder()
+        copy_run(small_run)
         done = CliRunner().invoke(cli.main, [*EXPORT, "--json"])
         assert done.exit_code == 0, done.output
         return Path.cwd()

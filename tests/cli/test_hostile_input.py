@@ -10,7 +10,7 @@ import onnx
 import pytest
 import torch
 from click.testing import CliRunner
-from command_line import begin, expect_error, run_folder, tree
+from command_line import begin, copy_run, expect_error, tree
 from safetensors.torch import save_file
 
 from vitcompress import cli
@@ -24,11 +24,11 @@ NASTY = "a\x1b]0;title\x07\x9b2J\u202egnp\x00"
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def world(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run without training, without a manifest, that `verify` would compare files with."""
     with pytest.MonkeyPatch.context() as patch:
         begin(tmp_path_factory.mktemp("world") / "home", patch)
-        (run_folder() / "manifest.json").unlink()
+        (copy_run(small_run) / "manifest.json").unlink()
         return Path().resolve()
 
 

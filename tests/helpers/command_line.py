@@ -1,6 +1,7 @@
 """The command line in a working folder with a recipe `small.toml` that runs in seconds."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -53,8 +54,13 @@ def images(folder: str, classes: int = 2, each: int = 6) -> None:
                 Image.fromarray(pixels).save(place / f"{number}.png")
 
 
-def run_folder() -> Path:
-    """A finished run without training."""
+def finish_run() -> Path:
+    """Run small.toml without training."""
     result = CliRunner().invoke(cli.main, ["recipe", "small.toml", "--structure-only", "--out", "run", "--json"])
     assert result.exit_code == 0, result.output
     return Path("run")
+
+
+def copy_run(small_run: Path) -> Path:
+    """A finished run without training in the working folder: a copy of the fixture `small_run`."""
+    return Path(shutil.copytree(small_run, "run"))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from command_line import begin, images, run_folder
+from command_line import copy_run, images
 from PIL import Image
 
 from vitcompress import cli
@@ -25,20 +25,11 @@ SPEED = ("--protocol", "paper", "--batch", "2", "--warmup", "1", "--runs", "8")
 WITHOUT_US = "import sys; sys.modules.update(dict.fromkeys(['vitcompress', 'torch', 'timm'])); "
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run without training."""
-    with pytest.MonkeyPatch.context() as patch:
-        begin(tmp_path_factory.mktemp("home") / "work", patch)
-        return run_folder().resolve()
-
-
 @pytest.fixture
-def folder(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of it, and the working folder around it."""
+def folder(small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A finished run without training, and the working folder around it."""
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(finished, tmp_path / "run")
-    return Path("run")
+    return copy_run(small_run)
 
 
 def call(*arguments: str, code: int = 0) -> str:
