@@ -18,15 +18,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The files that take longest, the longest ones first.
-LONGEST = ("test_onnx_export", "test_interrupted_runs", "test_width_figures", "test_study", "test_simulated_gpu")
-LONGEST += (
-    "test_simulated_runtimes",
-    "test_sidecar",
-    "test_recipe_exports",
-    "test_verify_weights",
-    "test_verify_folder",
-)
+# The files that take more than half a minute of processor time, the longest ones first.
+LONGEST = ("test_fuzz", "test_onnx_export", "test_interrupted_runs", "test_simulated_gpu", "test_agreement_matrix")
+LONGEST += ("test_simulated_runtimes", "test_train_quantized", "test_option_effects", "test_fp32_layers", "test_avx2")
+LONGEST += ("test_study", "test_openvino_int8", "test_smooth", "test_recipe_exports", "test_compositions", "test_self")
+LONGEST += ("test_api", "test_manifest", "test_kill_campaign", "test_engine_folders", "test_current_report")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
