@@ -34,7 +34,7 @@ def prune(model: nn.Module, plan: Plan) -> nn.Module:
         UnsupportedModelError: no family supports the model.
         InputError: `plan` is no Plan, or the origin of the model is unknown, see `plan_of`.
     """
-    if not isinstance(plan, Plan):
+    if not issubclass(type(plan), Plan):
         hint = "pass the result of vc.plan, or vc.Plan.from_json(text)"
         raise InputError(f"the plan is a {type(plan).__name__}", hint=hint)
     whole = create.plan_of(model).then(plan)
