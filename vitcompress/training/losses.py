@@ -56,12 +56,10 @@ class Teacher:
     """A frozen model on the student's batches, with its own normalisation."""
 
     def __init__(self, model: nn.Module, student_input: InputConfig, device: torch.device) -> None:
-        own, dtype = input_config(model), next(model.parameters()).dtype
+        own, self.dtype = input_config(model), next(model.parameters()).dtype
         if own.size != student_input.size:
             message = f"the teacher takes images of {own.size}, the student of {student_input.size}"
             raise InputError(message, hint="use a teacher with the student's channels and input size")
-        if dtype != torch.float32:
-            raise InputError(f"the teacher computes in {dtype}", hint="use a teacher in torch.float32: teacher.float()")
         self.frozen = DistillationTeacher(model.to(device), device=device)
         # timm fills these from the pretrained settings, which are for 3 channels; ours fit the model as it is.
         means_and_stds = (own.mean, own.std, student_input.mean, student_input.std)
@@ -71,12 +69,15 @@ class Teacher:
     @torch.no_grad()
     def __call__(self, images: Tensor) -> Tensor:
         """images: normalised for the student, (batch, C, H, W) -> logits, (batch, classes)."""
-        return cast(Tensor, self.frozen(self.frozen.normalize_input(images, self.mean, self.std)))
+        return cast(Tensor, self.frozen(self._normalize(images)))
 
     @torch.no_grad()
     def with_features(self, images: Tensor, kind: Distillation) -> tuple[Tensor, Tensor]:
         """Logits, and patch tokens (batch, patches, channels) or, for `features`, pooled features (batch, channels)."""
-        return _logits_and_features(self.frozen.model, self.frozen.normalize_input(images, self.mean, self.std), kind)
+        return _logits_and_features(self.frozen.model, self._normalize(images), kind)
+
+    def _normalize(self, images: Tensor) -> Tensor:
+        return cast(Tensor, self.frozen.normalize_input(images, self.mean, self.std)).to(self.dtype)
 
 
 class FeatureStudent(nn.Module):
@@ -93,10 +94,10 @@ class FeatureStudent(nn.Module):
         if kind == "features" and widths[0] != widths[1]:
             message = f"the teacher's pooled features have {widths[1]} channels, the student's {widths[0]}"
             raise InputError(message, hint="use distillation = 'soft', or a teacher of the student's width")
-        device = next(model.parameters()).device
+        like = next(model.parameters())
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derived_seed("projection", seed))
-            self.projection = nn.Linear(widths[0], widths[1]).to(device) if kind == "soft_patch" else nn.Identity()
+            self.projection = nn.Linear(widths[0], widths[1]).to(like) if kind == "soft_patch" else nn.Identity()
 
     def forward(self, x: Tensor) -> Any:
         """x: images -> logits; while training (logits, features), the features in the teacher's width."""
