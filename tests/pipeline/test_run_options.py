@@ -39,6 +39,12 @@ def test_the_path_of_a_data_folder_is_recorded_from_the_root(tmp_path: Path, mon
     assert apply_options(recipe, RunOptions()).data.path == str(tmp_path.resolve() / "mine")
 
 
+def test_a_run_trains_where_the_caller_disables_gradients(tmp_path: Path) -> None:
+    with torch.no_grad():
+        result, _ = world.run(tmp_path, *world.BARE, "data.heldout=0", text=SMALL)
+    assert result.report["accuracy"] is not None
+
+
 def test_without_heldout_images_fixed_layers_are_still_removed(tmp_path: Path) -> None:
     fixed = with_steps('method = "fixed"\nattention = [1]\nactivation = [2]')
     result, _ = world.run(tmp_path, *world.BARE, "data.heldout=0", text=fixed)

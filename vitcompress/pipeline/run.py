@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
+import torch
+
 from vitcompress.bench.report.records import CheckRecord, Report
 from vitcompress.bench.report.run import read_report
 from vitcompress.errors import CheckFailedError
@@ -90,6 +92,7 @@ class RunResult:
         return [{**check, "command": text} for check, text in pairs if text.startswith("vitcompress verify ")]
 
 
+@torch.inference_mode(False)  # it trains, also if the caller has disabled gradients
 def run_recipe(
     recipe: Recipe, options: RunOptions | None = None, progress: Progress | None = None, data: Splits | None = None
 ) -> RunResult:
