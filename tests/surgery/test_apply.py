@@ -152,6 +152,17 @@ def test_slicing_keeps_modes_and_frozen_parameters() -> None:
     assert frozen == ["blocks.0.attn.qkv.weight"]
 
 
+def test_removing_layers_keeps_the_mode() -> None:
+    """Also of Swin's attention, which is a new module in a block without its FFN."""
+    for variant in ("plain", "swin", "pvt"):
+        model, x = build(variant, attn_drop_rate=0.5), images(variant)
+        plan = replace(contract(variant).plan, removed={sites_of(model, "ffn")[1].name: "drop"})
+        pruned = apply_to_copy(model, plan)
+        assert not any(module.training for module in pruned.modules()), variant
+        assert torch.equal(logits(pruned, x), logits(pruned, x)), variant
+        assert all(module.training for module in apply_to_copy(model.train(), plan).modules()), variant
+
+
 def test_attention_that_keeps_its_head_width_stays_timms_own() -> None:
     model = build("plain")
     kept = {f"blocks.0.{kind}": tuple(range(4, 12)) for kind in ("qk", "v")}

@@ -34,6 +34,7 @@ class AnyWidthAttention(nn.Module):
 
     def __init__(self, dense: Any, qk_dim: int, v_dim: int, num_heads: int) -> None:
         super().__init__()
+        self.training = dense.training  # its dropout must not act in an evaluated model
         for name in self.PARTS:
             setattr(self, name, getattr(dense, name))
         self.scale, self.padded = dense.scale, getattr(dense, "padded", False)
