@@ -91,6 +91,16 @@ def test_another_size_fails(wrong: str) -> None:
     assert check.verdict == "failed" and "planned" in check.detail
 
 
+def test_the_parameter_of_a_removed_activation_is_gone() -> None:
+    base = contract("plain", act_layer="prelu").plan
+    dense = outline(base)
+    plan = replace(base, removed={"blocks.0.mlp.act": "identity"})
+    check = shape_check(plan_rows(plan), surgery.apply_to_copy(dense, plan))
+    assert check.verdict == "passed", check.detail
+    gone = [row.name for row in planned_tensors(dense, plan) if row.planned is None]
+    assert gone == ["blocks.0.mlp.act.weight"]
+
+
 def test_blocks_that_are_gone_leave_nothing() -> None:
     base = contract("plain").plan
     dense = outline(base)

@@ -83,7 +83,7 @@ def _removed_modules(family: Family, sites: tuple[Site, ...], plan: Plan) -> Ite
     scales = set(plan.folded) - {site.name for site in sites}
     yield from scales
     for site in sites:
-        if site.name not in plan.removed or site.kind == "activation":
+        if site.name not in plan.removed:
             continue
         yield site.name
         part = {"attention": family.wiring.attention, "ffn": family.wiring.ffn}.get(site.kind)
