@@ -69,13 +69,14 @@ def pixels() -> torch.Tensor:
 
 @every_method
 def test_a_plan_leaves_the_model_unchanged_and_affects_its_copy(name: str, tmp_path: Path) -> None:
-    """The context raises if a test image is read. Folding changes no outputs."""
+    """Its mode, too. The context raises if a test image is read. Folding changes no outputs."""
     vit, plan = start(name)
+    vit.train()
     before = {key: value.clone() for key, value in vit.state_dict().items()}
     around = context(tmp_path, vit, plan=plan)
     delta = METHODS[name].plan(vit, around, OPTIONS[name])
     assert all(torch.equal(value, before[key]) for key, value in vit.state_dict().items())
-    assert not any(module._forward_hooks for module in vit.modules())
+    assert all(module.training and not module._forward_hooks for module in vit.modules())
     change = (carry_out(vit, delta, around)(pixels()) - vit(pixels())).abs().max()
     assert change < 1e-4 if delta.folded else change > 1e-3
     assert Plan.from_json(delta.to_json()) == delta

@@ -11,6 +11,7 @@ taken in float64, negative rounding is clamped, and all components are scored in
 """
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 
 from torch import nn
@@ -34,16 +35,13 @@ def plan(model: nn.Module, context: Context, options: Options) -> Plan:
     Raises PlanError if the model cannot become the target, or an option has no effect.
     """
     target = find_target(model, context.family, context.plan, options)
-    ranker = Ranker(model, context, options, target, calibration_images(context, options.images, PROXY_BATCH))
+    copy, proxy = deepcopy(model).to(context.runtime.device), calibration_images(context, options.images, PROXY_BATCH)
+    ranker = Ranker(copy, context, options, target, proxy)
     if target.surplus or options.score not in UNMEASURED:
-        for remark in too_few_images(context.memo("proxy", lambda: {"images": ranker.loader.total})["images"]):
+        for remark in too_few_images(context.memo("proxy", lambda: {"images": proxy.total})["images"]):
             context.progress.note(remark)
-    model.to(context.runtime.device)
-    try:
-        removed = ranker.rank_blocks()
-        orders = ranker.rank_channels(_cut(model, context.family, target, removed))
-    finally:
-        model.cpu()
+    removed = ranker.rank_blocks()
+    orders = ranker.rank_channels(_cut(model, context.family, target, removed))
     delta = _delta(context.plan, target, removed, orders)
     counts = sorted({f"{len(channels)} channels" for channels in delta.kept.values()})
     parts = f"{len(delta.removed)} parts removed, spaces left with {', '.join(counts)}"
