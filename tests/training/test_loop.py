@@ -94,11 +94,19 @@ def test_a_loss_that_is_not_finite_stops_the_training(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------- learning rates
 
 
+def trains(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this is the optimiser of a model, not the one with which `check_optimizer` takes a step."""
+    return len(optimizer.param_groups) > 1
+
+
 def rates(tmp_path: Path, options: TrainOptions, **more: Any) -> list[float]:
     """The learning rate of every optimiser step."""
     rates_seen: list[float] = []
 
-    handle = register_optimizer_step_pre_hook(lambda optimizer, *_: rates_seen.append(optimizer.param_groups[0]["lr"]))
+    def record(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        rates_seen.extend([optimizer.param_groups[0]["lr"]] * trains(optimizer))
+
+    handle = register_optimizer_step_pre_hook(record)
     try:
         fit(vit(), tmp_path, options, **more)
     finally:
@@ -175,9 +183,9 @@ def test_options_are_checked_by_their_annotations() -> None:
 
 
 def test_ema_is_the_average_and_is_evaluated_beside_the_raw_weights(tmp_path: Path) -> None:
-    model, seen = vit(), []
+    model, seen = vit(), list[Tensor]()
     handle = register_optimizer_step_post_hook(
-        lambda *_: seen.append(model.get_parameter("head.weight").detach().clone())
+        lambda optimizer, *_: seen.extend([model.get_parameter("head.weight").detach().clone()] * trains(optimizer))
     )
     average = model.get_parameter("head.weight").detach().clone()
     result = fit(model, tmp_path, dataclasses.replace(OPTIONS, ema=0.8, select="best", epochs=3))

@@ -126,3 +126,16 @@ def test_optimisers_with_other_state_resume_too(tmp_path: Path) -> None:
         assert same(weights(whole), weights(resumed)), name
     with pytest.raises(InputError, match="optimizer 'adamx' cannot be created"):
         fit(vit(), tmp_path / "x", dataclasses.replace(OPTIONS, optimizer="adamx"))
+
+
+@pytest.mark.parametrize("name", ["adahessian", "adafactorbv", "kron"])
+def test_optimisers_that_cannot_step_or_be_saved_are_rejected_before_the_training(name: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=f"optimizer '{name}' is not supported"):
+        fit(vit(), tmp_path, dataclasses.replace(OPTIONS, optimizer=name))
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("decay_all", [False, True])
+def test_a_frozen_model_is_rejected(decay_all: bool, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no parameter of the model requires gradients"):
+        fit(vit().requires_grad_(False), tmp_path, dataclasses.replace(OPTIONS, decay_all=decay_all))

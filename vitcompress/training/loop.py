@@ -26,7 +26,7 @@ from vitcompress.training.log import RunLog
 from vitcompress.training.losses import Objective, both_heads, student_of
 from vitcompress.training.metrics import Accuracy, evaluate
 from vitcompress.training.options import EpochRecord, TrainOptions, TrainResult
-from vitcompress.training.trainer import Learner, TrainingContext, TrainingControls, TrainingJob, make_optimizer
+from vitcompress.training.trainer import Learner, TrainingContext, TrainingControls, TrainingJob, check_optimizer
 
 
 def train(
@@ -161,7 +161,7 @@ def check_options(
     if not heldout and (options.select == "best" or options.ema):  # of the weights and their average the best is kept
         name = "select = 'best'" if options.select == "best" else "ema"
         raise InputError(f"{name} needs held-out images and there are none", hint="set data.heldout, or pass val_data")
-    make_optimizer([{"params": [nn.Parameter(torch.zeros(1))]}], options, torch.device("cpu"))
+    check_optimizer(options)
 
 
 @contextmanager

@@ -257,11 +257,13 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Create timm's optimiser `options.optimizer`; Adam and AdamW run as one fused kernel.
 
-    Raises InputError if timm has no such optimiser, or it does not take these options.
+    Raises InputError if timm has no such optimiser, it does not take these options, or a module is frozen as a whole.
     """
     if isinstance(parameters, nn.Module):
-        trained = [{"params": [p for p in parameters.parameters() if p.requires_grad]}]
-        parameters = trained if options.decay_all else weight_groups(parameters, options.weight_decay)
+        if not (trained := [p for p in parameters.parameters() if p.requires_grad]):
+            hint = "call requires_grad_(True) on the parts to train"
+            raise InputError("no parameter of the model requires gradients, so nothing can be trained", hint=hint)
+        parameters = [{"params": trained}] if options.decay_all else weight_groups(parameters, options.weight_decay)
     extra: dict[str, Any] = {"lr": options.peak_lr, "weight_decay": options.weight_decay}
     extra |= {"betas": options.betas} if options.betas else {}
     if options.optimizer.lower() in ("adam", "adamw") and device.type in ("cpu", "cuda"):
@@ -270,7 +272,22 @@ def make_optimizer(
         return cast(torch.optim.Optimizer, create_optimizer_v2(parameters, options.optimizer, **extra))
     except (ValueError, TypeError, AssertionError) as error:
         message = f"optimizer {options.optimizer!r} cannot be created: {error}"
-        raise InputError(message, hint="try adamw, sgd or lamb, and leave parameters to train") from error
+        raise InputError(message, hint="try adamw, sgd or lamb") from error
+
+
+def check_optimizer(options: TrainOptions) -> None:
+    """Raise InputError if `make_optimizer` does, or a training with the optimiser could not step or save its state."""
+    weight = nn.Parameter(torch.zeros(2, 2))
+    optimizer = make_optimizer([{"params": [weight]}], options, torch.device("cpu"))
+    weight.grad = torch.zeros_like(weight)
+    try:
+        optimizer.step()
+        state = optimizer.state_dict()
+        values = (value for part in (*state["state"].values(), *state["param_groups"]) for value in part.values())
+        json.dumps([value for value in values if not isinstance(value, Tensor)])
+    except (TypeError, RuntimeError) as error:
+        reason = "it needs second derivatives, or its state cannot be saved"
+        raise InputError(f"optimizer {options.optimizer!r} is not supported: {reason}", hint="use adamw") from error
 
 
 def lr_setter(
