@@ -109,6 +109,7 @@ def test_several_mistakes_are_shown_together() -> None:
         ("model.args.patch_size=16", "input size per channel"),
         ("model.args.in_chans=0", "rejects images of (0, 8, 8)"),
         ("model.args.num_classes=-3", "got -3, expected 0 or more"),
+        ('model.args.global_pool=""', "for an image, not one logit per class"),
         ("finetune.optimizer=adamq", "adamq"),
         ("export.opset=3", "opset 3"),
     ],

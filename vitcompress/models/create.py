@@ -248,13 +248,16 @@ def check_classifier(arch: str, args: Mapping[str, object], on_meta: nn.Module) 
     if (classes := int(getattr(on_meta, "num_classes", 1))) < 1:
         message = f"{arch} with {args} has no classifier: num_classes is {classes}"
         raise InputError(message, hint="set model.classes to 1 or more")
-    size = input_config(on_meta).size
+    size, logits = input_config(on_meta).size, None
     try:
         with torch.no_grad(), contextlib.suppress(NotImplementedError):  # an operation that needs values
-            on_meta(torch.zeros(2, *size, device="meta"))
+            logits = on_meta(torch.zeros(2, *size, device="meta"))
     except LIBRARY_ERRORS as error:
         message = f"timm builds {arch} with {args}, but the model rejects images of {size}: {_message(error)}"
         raise InputError(message, hint=CHANGE) from None
+    if logits is not None and logits.ndim != 2:  # global_pool = ""
+        message = f"{arch} with {args} outputs {tuple(logits.shape[1:])} for an image, not one logit per class"
+        raise InputError(message, hint=CHANGE)
 
 
 def _message(error: Exception) -> str:
