@@ -90,7 +90,8 @@ class Plan:
         if (later.arch, later.arch_args) != (self.arch, self.arch_args):
             own, new = self.arch_args, later.arch_args
             names = ", ".join(name for name in {**own, **new} if own.get(name) != new.get(name))
-            raise PlanError(f"a plan for {later.arch} cannot follow one for {self.arch} with other arguments ({names})")
+            arguments = f" with other arguments ({names})" if names else ""
+            raise PlanError(f"a plan for {later.arch} cannot follow one for {self.arch}{arguments}")
         lists = dict.fromkeys((*later.folded, *later.padded))
         named = {**later.removed, **later.appended, **later.kept, **later.heads, **lists}
         if again := sorted(name for name in named if is_within(module_of(name), self.removed)):

@@ -33,10 +33,12 @@ def test_at_least_one_head_is_kept(share: float, count: int) -> None:
     assert set(delta.heads.values()) == {count} and delta.kept["blocks.0.v"] == tuple(range(4 * count))
 
 
-def test_a_share_that_removes_no_head_is_rejected() -> None:
-    dense = model()
-    with pytest.raises(PlanError, match=r"keep_heads = 0\.9 removes no head"):
-        magnitude.structure(dense, family_of(dense), context(Path(), dense).plan, magnitude.Options(keep_heads=0.9))
+@pytest.mark.parametrize(("heads", "share", "hint"), [(2, 0.9, "lower keep_heads"), (1, 0.5, "use isomorphic")])
+def test_a_share_that_removes_no_head_is_rejected(heads: int, share: float, hint: str) -> None:
+    dense = model(num_heads=heads)
+    with pytest.raises(PlanError, match=rf"keep_heads = {share} removes no head") as caught:
+        magnitude.structure(dense, family_of(dense), context(Path(), dense).plan, magnitude.Options(keep_heads=share))
+    assert hint in str(caught.value.hint)
 
 
 def test_the_recipe_is_described() -> None:

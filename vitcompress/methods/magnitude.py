@@ -36,7 +36,9 @@ def _keep(model: torch.nn.Module, family: Family, base: Plan, options: Options, 
     groups = [Group(v.attention, "head", scores[v.name].view(v.heads, -1).sum(1), "") for v in values]
     counts = {group.name: max(1, round(options.keep_heads * group.size)) for group in groups}
     if all(counts[group.name] == group.size for group in groups):
-        raise PlanError(f"keep_heads = {options.keep_heads:g} removes no head of this model", hint="lower keep_heads")
+        several = any(group.size > 1 for group in groups)
+        hint = "lower keep_heads" if several else "use isomorphic: every attention keeps a head"
+        raise PlanError(f"keep_heads = {options.keep_heads:g} removes no head of this model", hint=hint)
     return Candidates(model, spaces, groups, base).delta(counts)
 
 

@@ -35,7 +35,7 @@ class Splits:
     skipped: tuple[Path, ...] = ()
 
     def hold_out(self, share: float, seed: int) -> "Splits":
-        """Move a share of the training images to the held-out ones: at least one image of each class on both sides."""
+        """Move a share of the training images to the held-out ones: of each class at least one, never its last."""
         labels = self.train.labels
         order = np.random.default_rng(derived_seed("heldout", seed)).permutation(len(labels))
         heldout: list[int] = []
