@@ -55,7 +55,10 @@ def named(options: FixedOptions) -> depth.Blocks:
 
 
 def pick(model: nn.Module, family: Family, options: RandomOptions, seed: int = 0) -> depth.Blocks:
-    """Keeps one layer of each type. The result is the same on every process. Raises PlanError if there are too few."""
+    """Layers in the order of `options.pick`, the same on every process. The last one of each type stays.
+
+    Raises PlanError if there are too few.
+    """
     depth.spread_layers(model, family, options)
     sites = [site for site in family.sites(model) if site.kind in depth.KINDS]
     if options.pick == "last":

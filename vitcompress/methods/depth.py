@@ -42,7 +42,7 @@ def all_layers(model: nn.Module, family: Family) -> list[Site]:
 
 
 def resize(options: Any, model: nn.Module, family: Family, strength: float) -> Any:
-    """Options for another number of layers; lists of layers in them are for one number."""
+    """The options with another number of layers, without the example lists, which name a fixed number."""
     lists = {name: () for name in ("example_attention", "example_activation") if hasattr(options, name)}
     return replace(options, pruned_layers=max(1, round(strength * len(all_layers(model, family)))), **lists)
 
@@ -62,7 +62,7 @@ def check_kinds(family: Family, kinds: Sequence[SiteKind]) -> None:
 def spread_layers(
     model: nn.Module, family: Family, options: DepthOptions, kinds: Sequence[SiteKind] = KINDS
 ) -> dict[SiteKind, list[int]]:
-    """Layers for size and speed before any score exists: spread evenly over the depth and over `kinds`.
+    """Layers of a structure without scores: spread evenly over the depth and over `kinds`.
 
     Activations get the larger half. The last layer of each type stays: after the last attention an exported file
     computes the class token only, so a model without late attentions would be faster than most search results. Raises

@@ -10,7 +10,7 @@ from vitcompress.families import Family, Site, Space
 from vitcompress.families.base import norm_problem
 from vitcompress.plan import ACTIVATION_REPLACEMENTS, BYPASSES, GATE_REPLACEMENTS, Plan, is_within, plan_problems
 
-REPLACEMENTS = {"attention": BYPASSES, "activation": ACTIVATION_REPLACEMENTS, "ffn": ("drop",), "block": ("drop",)}
+ALLOWED = {"attention": BYPASSES, "activation": ACTIVATION_REPLACEMENTS, "ffn": ("drop",), "block": ("drop",)}
 
 
 def check_plan(model: nn.Module, family: Family, plan: Plan) -> None:
@@ -57,7 +57,7 @@ def _site_problems(sites: dict[str, Site], plan: Plan) -> Iterator[str]:
         if name not in sites:
             close = did_you_mean(name, sites)
             yield f"removed.{name}: the model has no such attention, activation, FFN or block{close}"
-        elif replacement not in (allowed := GATE_REPLACEMENTS if sites[name].gates else REPLACEMENTS[sites[name].kind]):
+        elif replacement not in (allowed := GATE_REPLACEMENTS if sites[name].gates else ALLOWED[sites[name].kind]):
             yield f"removed.{name}: {sites[name].kind} allows {', '.join(allowed)}, got {replacement!r}"
         elif outer := _removed_around(name, plan):
             yield f"removed.{name}: it is inside {outer}, which is removed, too"

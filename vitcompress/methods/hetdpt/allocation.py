@@ -1,4 +1,4 @@
-"""MAP, HetDPT's model accuracy predictor: which split of the budget between the two types promises most.
+"""MAP, HetDPT's model accuracy predictor: the split of the budget between both types with the best predicted accuracy.
 
 "Rethinking Depth Pruning for Vision Transformers" (HetDPT), section on the budget allocation, Algorithm 3 and the
 listing of its appendix. A polynomial of the retained ratios a (attention) and t (activation), of total degree at most
@@ -46,7 +46,7 @@ class Polynomial:
 
 @dataclass(frozen=True)
 class Validation:
-    """What leave-two-out says about a degree, in percent of accuracy; `full_rank`: in every fold."""
+    """Leave-two-out errors of a degree, in percent of accuracy. full_rank: whether every fold determines all terms."""
 
     degree: int
     mae: float
@@ -56,7 +56,7 @@ class Validation:
 
 @dataclass(frozen=True)
 class Split:
-    """How many layers of each type go, the accuracy predicted, and how far that is below the best.
+    """Numbers of removed layers, their predicted accuracy in percent, and how far that is below the best.
 
     near_tie: within the cross-validation RMSE of the best. jackknife: share of the leave-two-out refits it wins.
     """
@@ -71,7 +71,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Allocation:
-    """The chosen split (pruned attention, pruned activation), and everything that says how sure it is.
+    """The chosen split (pruned attention, pruned activation), and how certain the choice is.
 
     best: the split predicted best. margin: its lead over the runner-up (None with a single split). tie: the lead is
     below a tenth of the RMSE. chosen differs from best only where `tie_break` decided.

@@ -34,7 +34,7 @@ Record = dict[str, Any]
 
 
 def fast_options(context: Context, options: FastTraining, epochs: int, images: int) -> TrainOptions:
-    """The options of [finetune], shortened. images: in the training set."""
+    """The options of [finetune] for a short training. images: number of training images."""
     # Whole batches for every process, and pairs for mixup.
     step = 2 * context.runtime.world_size * context.train.accumulate
     batch = max(step, min(options.batch_size or context.train.batch_size, images) // step * step)
