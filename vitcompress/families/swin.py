@@ -33,7 +33,7 @@ class ShiftedWindowAttention(SlicedWindowAttention):
         self.register_buffer("attn_mask", block.attn_mask, persistent=False)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """x: normalised tokens, (batch, height, width, channels) -> the same shape."""
+        """x: normalized tokens, (batch, height, width, channels) -> the same shape."""
         return cast(Tensor, self._attn(x))
 
     @property

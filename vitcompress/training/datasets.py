@@ -31,7 +31,7 @@ class Images(Protocol):
     """A labelled data set before its transforms.
 
     labels: the class of every image, integers (images,), known without opening one. prepared: whether images are
-    tensors (C, H, W), normalised for the model, instead of PIL images.
+    tensors (C, H, W), normalized for the model, instead of PIL images.
     """
 
     labels: np.ndarray
@@ -97,7 +97,7 @@ class FolderImages(Images):
 class MappedImages(Images):
     """A map-style data set of (image, class) pairs: timm's, torchvision's or the user's own.
 
-    Its images are PIL images, or tensors (C, H, W) that are normalised for the model. Labels come from its attribute
+    Its images are PIL images, or tensors (C, H, W) that are normalized for the model. Labels come from its attribute
     `targets` or from timm's reader; without these, every item is read once.
     """
 
@@ -123,7 +123,7 @@ class MappedImages(Images):
             if not (image.is_floating_point() if self.prepared else isinstance(image, Image.Image | bytes)):
                 raise ValueError(f"images of {getattr(image, 'dtype', type(image).__name__)}")
         except (TypeError, ValueError, LookupError) as error:
-            hint = "return a PIL image or a normalised tensor (C, H, W), and the index of its class"
+            hint = "return a PIL image or a normalized tensor (C, H, W), and the index of its class"
             message = f"the items of {name} are not (image, class) pairs: {first_line(error)}"
             raise DataError(message, hint=hint) from error
 
@@ -160,7 +160,7 @@ def image_size(model: Any) -> Size:
 def check_images(images: Tensor, size: Size = ()) -> None:
     """Raise DataError unless `images`, (batch, *size), are floating-point numbers."""
     if not images.is_floating_point():
-        hint = "normalise them for the model; data sets of PIL images and files exported with uint8 contain bytes"
+        hint = "normalize them for the model; data sets of PIL images and files exported with uint8 contain bytes"
         raise DataError(f"the images are {images.dtype}, not floating-point numbers", hint=hint)
     if images.ndim != 4 or any(side not in (None, own) for side, own in zip(size, images.shape[1:], strict=False)):
         expected = " x ".join(str(side or "any") for side in size) or "channels x height x width"
@@ -196,7 +196,7 @@ def stack_images(items: Sequence[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
 def as_images(data: Any, size: Size = (), classes: int = 0) -> Images:
     """`data` with the interface of `Images`.
 
-    data: a map-style data set of (image, class) pairs, or an iterable of batches (images (batch, C, H, W) normalised
+    data: a map-style data set of (image, class) pairs, or an iterable of batches (images (batch, C, H, W) normalized
     for the model, classes (batch,)), which is read once and kept in memory. size, classes: see `check_batch`.
     Raises DataError for other data.
     """

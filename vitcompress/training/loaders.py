@@ -80,7 +80,7 @@ class EvalLoader:
 
 
 class TrainLoader(EvalLoader):
-    """Batches of one process: (images (batch, C, H, W) normalised, targets (batch,) or soft (batch, classes)).
+    """Batches of one process: (images (batch, C, H, W) normalized, targets (batch,) or soft (batch, classes)).
 
     Every rank gets the same number of batches; images that do not fill a global batch are left out of the epoch. Call
     `set_epoch` before each pass. batch_size: images per process. classes: width of soft targets.
@@ -126,7 +126,7 @@ class TrainLoader(EvalLoader):
 
 
 class BatchLoader:
-    """Batches of (images (batch, C, H, W) normalised for the model, targets), moved to the device of `runtime`.
+    """Batches of (images (batch, C, H, W) normalized for the model, targets), moved to the device of `runtime`.
 
     batches: an iterable with a length that can be read once per epoch. Resuming is bit-exact only if it gives the same
     batches again. size, classes: see `check_batch`.
@@ -208,7 +208,7 @@ def _prefetch(
 
 
 def image_transform(input: InputConfig, augmentation: Augmentation | None = None) -> Transform:
-    """timm's transform from a PIL image to a uint8 tensor (C, H, W), which the prefetcher normalises later: for
+    """timm's transform from a PIL image to a uint8 tensor (C, H, W), which the prefetcher normalizes later: for
     training with an `augmentation`, else for evaluation (resize and crop).
     """
     settings: dict[str, Any] = {"crop_pct": input.crop_pct, "crop_mode": input.crop_mode}

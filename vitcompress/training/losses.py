@@ -53,7 +53,7 @@ def both_heads(module: nn.Module) -> Iterator[None]:
 
 
 class Teacher:
-    """A frozen model on the student's batches, with its own normalisation."""
+    """A frozen model on the student's batches, with its own normalization."""
 
     def __init__(self, model: nn.Module, student_input: InputConfig, device: torch.device) -> None:
         own, self.dtype = input_config(model), next(model.parameters()).dtype
@@ -68,7 +68,7 @@ class Teacher:
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> Tensor:
-        """images: normalised for the student, (batch, C, H, W) -> logits, (batch, classes)."""
+        """images: normalized for the student, (batch, C, H, W) -> logits, (batch, classes)."""
         return cast(Tensor, self.frozen(self._normalize(images)))
 
     @torch.no_grad()

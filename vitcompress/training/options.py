@@ -63,7 +63,7 @@ class Augmentation:
     mixup_switch_prob: Annotated[Share, Doc("share of those with CutMix, where both are on")] = 0.5
     smoothing: Annotated[Fraction, Doc("label smoothing")] = 0.0
     repeats: Annotated[int, Ge(0), Le(1024), Doc("views of an image per pass (repeated augmentation); 0 or 1: off")] = 0
-    noise: Annotated[float, Ge(0), Doc("standard deviation of Gaussian noise on the normalised pixels")] = 0.0
+    noise: Annotated[float, Ge(0), Doc("standard deviation of Gaussian noise on the normalized pixels")] = 0.0
 
     @property
     def ignored(self) -> list[str]:
@@ -82,9 +82,9 @@ class TrainOptions:
     """How a model is trained."""
 
     epochs: Annotated[int, Ge(0), Le(100_000), Doc("passes over the training images")] = 10
-    batch_size: Annotated[int, Ge(1), Le(2**20), Doc("images of one optimiser step, over all processes")] = 128
+    batch_size: Annotated[int, Ge(1), Le(2**20), Doc("images of one optimizer step, over all processes")] = 128
     accumulate: Annotated[int, Ge(1), Doc("number of parts into which each process splits its share of a batch")] = 1
-    optimizer: Annotated[str, Doc("name of a timm optimiser")] = "adamw"
+    optimizer: Annotated[str, Doc("name of a timm optimizer")] = "adamw"
     lr: Annotated[float, Ge(0), Doc("peak learning rate")] = 1e-3
     lr_base: Annotated[float | None, Gt(0), Doc("peak learning rate per 512 images of batch_size; replaces lr")] = None
     min_lr: Annotated[float, Ge(0), Doc("final learning rate")] = 1e-5
@@ -93,7 +93,7 @@ class TrainOptions:
     schedule: Annotated[Literal["cosine", "constant"], Doc("of the learning rate after the warm-up")] = "cosine"
     weight_decay: Annotated[float, Ge(0), Doc("of matrices; of all parameters with decay_all")] = 0.05
     decay_all: Annotated[bool, Doc("apply it to vectors and scalars too: norms, biases, tokens, positions")] = False
-    betas: Annotated[tuple[float, float] | None, Doc("of the optimiser; None: its default")] = None
+    betas: Annotated[tuple[float, float] | None, Doc("of the optimizer; None: its default")] = None
     clip_grad: Annotated[float | None, Gt(0), Doc("maximum norm of the gradient")] = None
     drop_path: Annotated[Fraction, Doc("stochastic depth of the last block, rising from 0 at the first")] = 0.0
     ema: Annotated[float | None, Gt(0), Lt(1), Doc("decay of averaged weights, which are kept if better")] = None

@@ -1,4 +1,4 @@
-"""One training: its settings, timm's optimiser, and its state, saved to tensors and plain data and restored."""
+"""One training: its settings, timm's optimizer, and its state, saved to tensors and plain data and restored."""
 
 import json
 import math
@@ -31,7 +31,7 @@ _EVAL_BATCH = 128  # images per process at least; without gradients this is smal
 
 
 class StepHooks(Protocol):
-    """Callbacks around every optimiser step, with JSON data for the resume state."""
+    """Callbacks around every optimizer step, with JSON data for the resume state."""
 
     def before_step(self, epoch: int, step: int, steps: int, backward: Callable[[], object]) -> None:
         """Called before step `step` of `steps` in epoch `epoch` (all from 0). It may change gates and hooks on modules.
@@ -74,8 +74,8 @@ class TrainingControls:
 
     teacher: for distillation; must take the same images. lr_scale: factor of the peak learning rate at a fractional
     epoch, instead of the schedule. after_epoch: called on every rank with the epoch's number (from 0) after it was
-    evaluated and before its state is saved; it may change gates and buffers. parameter_groups: of the optimiser; by
-    default timm's, without decay for vectors and scalars. hooks: called around every optimiser step.
+    evaluated and before its state is saved; it may change gates and buffers. parameter_groups: of the optimizer; by
+    default timm's, without decay for vectors and scalars. hooks: called around every optimizer step.
     """
 
     teacher: nn.Module | None = None
@@ -167,7 +167,7 @@ class Learner:
             index, _, slot = name.partition(".")
             slots.setdefault(int(index), {})[slot] = value
         groups = self.optimizer.state_dict()["param_groups"]
-        for number, group in enumerate(groups):  # some optimisers count their steps here
+        for number, group in enumerate(groups):  # some optimizers count their steps here
             for name, value in state.part(f"group.{number}").items():
                 group[name] = tuple(value) if isinstance(group.get(name), tuple) else value  # a list in JSON
         self.optimizer.load_state_dict({"state": slots, "param_groups": groups})
@@ -192,7 +192,7 @@ class Learner:
         return float(job.at.runtime.all_sum(total)) / job.at.runtime.world_size / self.steps
 
     def _step(self, number: int, step: int, batches: Iterator[tuple[Tensor, Tensor]]) -> Tensor:
-        """Take one optimiser step on `accumulate` batches; return their mean loss."""
+        """Take one optimizer step on `accumulate` batches; return their mean loss."""
         job, parts, total = self.job, self.job.options.accumulate, torch.zeros((), device=self.job.at.runtime.device)
         self.optimizer.zero_grad(set_to_none=True)
         for part, (images, targets) in enumerate(islice(batches, parts)):
@@ -255,9 +255,9 @@ def weight_groups(module: nn.Module, decay: float) -> list[dict[str, Any]]:
 def make_optimizer(
     parameters: nn.Module | Sequence[dict[str, Any]], options: TrainOptions, device: torch.device
 ) -> torch.optim.Optimizer:
-    """Create timm's optimiser `options.optimizer`; Adam and AdamW run as one fused kernel.
+    """Create timm's optimizer `options.optimizer`; Adam and AdamW run as one fused kernel.
 
-    Raises InputError if timm has no such optimiser, it does not take these options, or a module is frozen as a whole.
+    Raises InputError if timm has no such optimizer, it does not take these options, or a module is frozen as a whole.
     """
     if isinstance(parameters, nn.Module):
         if not (trained := [p for p in parameters.parameters() if p.requires_grad]):
@@ -276,7 +276,7 @@ def make_optimizer(
 
 
 def check_optimizer(options: TrainOptions) -> None:
-    """Raise InputError if `make_optimizer` does, or a training with the optimiser could not step or save its state."""
+    """Raise InputError if `make_optimizer` does, or a training with the optimizer could not step or save its state."""
     weight = nn.Parameter(torch.zeros(2, 2))
     optimizer = make_optimizer([{"params": [weight]}], options, torch.device("cpu"))
     weight.grad = torch.zeros_like(weight)
@@ -293,7 +293,7 @@ def check_optimizer(options: TrainOptions) -> None:
 def lr_setter(
     options: TrainOptions, optimizer: torch.optim.Optimizer, steps: int, lr_scale: Callable[[float], float] | None
 ) -> Callable[[int], None]:
-    """Return a function that sets all learning rates for an optimiser step, counted from the start of the training.
+    """Return a function that sets all learning rates for an optimizer step, counted from the start of the training.
 
     steps: per epoch. lr_scale: share of the peak at a fractional epoch, instead of the schedule.
     """

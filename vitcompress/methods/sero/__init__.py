@@ -1,1 +1,1 @@
-"""SERo: structured sparsity explored while training, then sliced and optimised anew."""
+"""SERo: structured sparsity explored while training, then sliced and optimized anew."""
