@@ -17,7 +17,7 @@ from vitcompress.exporters.onnx.export import export
 from vitcompress.exporters.runtimes import open_runner
 from vitcompress.models.cost import count_cost
 from vitcompress.models.create import InputConfig, input_config
-from vitcompress.training.metrics import calibration_images
+from vitcompress.training.metrics import random_images
 
 CLASSES = ("ant", "bee", "cat", "dog", "eel")
 
@@ -60,7 +60,7 @@ class OnePhoto:
 def best(onnx: Path, photo: Path) -> str:
     runner = open_runner(onnx)
     assert runner.input is not None
-    return CLASSES[int(runner(calibration_images(OnePhoto(photo), runner.input, 1, 0)).argmax())]
+    return CLASSES[int(runner(random_images(OnePhoto(photo), runner.input, 1, 0)).argmax())]
 
 
 @pytest.mark.parametrize("size", [(40, 30), (30, 40), (33, 33), (97, 50)])
@@ -84,7 +84,7 @@ def test_the_ten_lines_preprocess_images_like_the_evaluation(
     scope: dict[str, object] = {}
     exec("\n".join([*lines[:2], *lines[4:9]]), scope)  # without the session and the printed class
     photo = OnePhoto(tmp_path / "photo.png", "L" if input.size[0] == 1 else "RGB")
-    expected = calibration_images(photo, input, 1, 0).numpy()
+    expected = random_images(photo, input, 1, 0).numpy()
     # timm scales by 255 and normalises in float32, the lines in float64: four roundings of values up to 1 / std.
     atol = 4 * np.finfo(np.float32).eps * 2 / min(input.std)
     np.testing.assert_allclose(scope["images"], expected, rtol=0, atol=atol)

@@ -30,7 +30,7 @@ from vitcompress.pipeline.run import RunResult, run_recipe
 from vitcompress.recipe.load import load_recipe
 from vitcompress.recipe.schema import Recipe
 from vitcompress.training.data import open_data
-from vitcompress.training.metrics import calibration_images
+from vitcompress.training.metrics import random_images
 from vitcompress.training.options import DataOptions
 
 ARCH = "vit_tiny_patch16_224"
@@ -166,7 +166,7 @@ def onnx_logits(path: Path, images: Tensor) -> Tensor:
 
 def digits(model: nn.Module, count: int = 16) -> Tensor:
     """Test images, preprocessed for the model."""
-    return calibration_images(open_data(DataOptions(), 0).test, input_config(model), count, seed=3)
+    return random_images(open_data(DataOptions(), 0).test, input_config(model), count, seed=3)
 
 
 def forked(work: Any, *args: Any) -> int:

@@ -8,7 +8,7 @@ import whole_runs as world
 
 from vitcompress.models.create import create_model, input_config
 from vitcompress.training.data import open_data
-from vitcompress.training.metrics import calibration_images
+from vitcompress.training.metrics import random_images
 
 ARGS = {**world.ARGS, "num_classes": 10}
 GUESSING = "no better than guessing"
@@ -19,7 +19,7 @@ def checkpoint_of_a_script(path: Path, taught: bool) -> None:
     raw, averaged = (create_model(world.ARCH, ARGS, seed=seed) for seed in (0, 1))
     if taught:  # least squares on the features, without training
         data = open_data(world.recipe(path.parent, text=world.SMALL).data, 0).test
-        images, labels = calibration_images(data, input_config(averaged), len(data), 0), data.labels
+        images, labels = random_images(data, input_config(averaged), len(data), 0), data.labels
         with torch.no_grad():
             features = averaged.forward_head(averaged.forward_features(images), pre_logits=True)
             targets = torch.nn.functional.one_hot(torch.from_numpy(labels)).float()

@@ -17,7 +17,7 @@ from vitcompress.pipeline.job import RunOptions
 from vitcompress.pipeline.run import RunResult, run_recipe
 from vitcompress.plan import Plan
 from vitcompress.training.data import open_data
-from vitcompress.training.metrics import calibration_images
+from vitcompress.training.metrics import random_images
 from vitcompress.training.options import DataOptions
 
 # Keys of report.json, as bench/report.py explains them.
@@ -88,7 +88,7 @@ def test_accuracy_is_counted_on_the_test_images(finished: tuple[Any, Any]) -> No
     folder, accuracy = finished[0].folder, finished[0].report["accuracy"]
     test = open_data(DataOptions(), 0).test
     model = load_model(folder)
-    images = calibration_images(test, input_config(model), len(test), seed=0)
+    images = random_images(test, input_config(model), len(test), seed=0)
     right = int((logits(model, images).argmax(1) == torch.from_numpy(test.labels)).sum())
     assert accuracy["compressed"]["total"] == accuracy["dense"]["total"] == len(test) >= 500
     assert accuracy["compressed"]["correct"] == accuracy["model.onnx"]["correct"] == right > len(test) / 5

@@ -25,7 +25,7 @@ from vitcompress.models.checkpoint import load_model, load_model_files
 from vitcompress.models.create import input_config
 from vitcompress.recipe.load import load_recipe_of_run
 from vitcompress.training.data import open_data
-from vitcompress.training.metrics import calibration_images
+from vitcompress.training.metrics import random_images
 from vitcompress.verify.outputs import Original, output_checks
 
 TABLES = """
@@ -77,7 +77,7 @@ def test_ranges_are_measured_on_images_of_the_training_data(finished: RunFolder,
         model = load_model_files(finished.plan, weights)
         plain = export(model, tmp_path / "plain.onnx", input=input_config(model)).path
         for count, (source, same) in product(counts, ((data.train, True), (data.heldout, False), (data.test, False))):
-            images = calibration_images(source, input_config(model), count, recipe.run.seed)
+            images = random_images(source, input_config(model), count, recipe.run.seed)
             ranges = {name: pytest.approx(value, rel=1e-4) for name, value in calibrate(plain, images, "int8").items()}
             assert (ranges in known) is same
 

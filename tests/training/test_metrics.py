@@ -16,12 +16,12 @@ from vitcompress.training.distributed import Runtime
 from vitcompress.training.loaders import EvalLoader
 from vitcompress.training.metrics import (
     Accuracy,
-    calibration_images,
     evaluate,
     evaluate_images,
     guessed,
     mcnemar,
     paired_interval,
+    random_images,
     wilson,
 )
 
@@ -185,9 +185,9 @@ def test_mcnemar_wants_the_same_images() -> None:
         mcnemar(np.ones(3, bool), np.ones(4, bool))
 
 
-def test_calibration_images_are_drawn_once_each_by_the_seed() -> None:
+def test_random_images_are_drawn_once_each_by_the_seed() -> None:
     data = numbered(30, 3)
-    first, again, other = (calibration_images(data, INPUT, 8, seed) for seed in (0, 0, 1))
+    first, again, other = (random_images(data, INPUT, 8, seed) for seed in (0, 0, 1))
     assert first.shape == (8, 1, 4, 4) and torch.equal(first, again) and not torch.equal(first, other)
     assert len(set(first[:, 0, 0, 0].tolist())) == 8
-    assert len(calibration_images(data, INPUT, 31, 0)) == 30
+    assert len(random_images(data, INPUT, 31, 0)) == 30

@@ -42,7 +42,7 @@ from vitcompress.training import distributed
 from vitcompress.training.datasets import as_images, image_size
 from vitcompress.training.loaders import BatchLoader, EvalLoader, open_source
 from vitcompress.training.loop import train
-from vitcompress.training.metrics import Accuracy, calibration_images
+from vitcompress.training.metrics import Accuracy, random_images
 from vitcompress.training.metrics import evaluate as evaluate_loader
 from vitcompress.training.options import TrainOptions, TrainResult
 from vitcompress.training.trainer import TrainingContext, TrainingControls
@@ -272,7 +272,7 @@ def export(
     original, calibration = Original(model, noise_images(model), real=False), None
     if data is not None:
         source = as_images(data, image_size(model))
-        original = Original(model, calibration_images(source, create.input_config(model), CALIBRATION_IMAGES, seed))
+        original = Original(model, random_images(source, create.input_config(model), CALIBRATION_IMAGES, seed))
         calibration = Calibration(model, settings, RunFolder.of(path), source, seed, progress or Progress())
     exported = write_export(
         exporter, original, path, options=settings, classes=class_names, progress=progress, calibration=calibration

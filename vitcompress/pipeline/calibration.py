@@ -29,7 +29,7 @@ from vitcompress.pipeline.job import Job
 from vitcompress.recipe.load import load_recipe_of_run
 from vitcompress.training.data import open_data
 from vitcompress.training.datasets import Images
-from vitcompress.training.metrics import calibration_images
+from vitcompress.training.metrics import random_images
 from vitcompress.training.trainer import TrainingControls
 
 FEW_IMAGES = 16
@@ -86,7 +86,7 @@ class Calibration:
                 )
             recipe = load_recipe_of_run(self.files.recipe)
             self.training, self.seed = open_data(recipe.data, recipe.run.seed).train, recipe.run.seed
-        images = calibration_images(self.training, input_config(self.model), self.options.calibration, self.seed)
+        images = random_images(self.training, input_config(self.model), self.options.calibration, self.seed)
         if len(images) < FEW_IMAGES:
             self.progress.note(f"calibration on {len(images)} images: the values of others may exceed these ranges")
         return images

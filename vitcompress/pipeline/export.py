@@ -33,7 +33,7 @@ from vitcompress.pipeline.calibration import Calibration
 from vitcompress.pipeline.fp32_layers import NO_RANGES, Layers, Search, best_evaluator, rank_layers, search
 from vitcompress.pipeline.job import Job
 from vitcompress.plan import is_within
-from vitcompress.training.metrics import calibration_images
+from vitcompress.training.metrics import random_images
 from vitcompress.verify.files import quarantine, reject_export, rejected_exports
 from vitcompress.verify.folder import noise_images
 from vitcompress.verify.outputs import Original
@@ -218,7 +218,7 @@ def _export_target(job: Job, target: Target, traces: dict[Any, Any]) -> None:
     original, calibration = Original(model, noise_images(model), real=False), None
     if job.data is not None:  # the test images make no choices
         source, seed = job.data.heldout or job.data.train, job.recipe.run.seed
-        original = Original(model, calibration_images(source, job.input, CALIBRATION_IMAGES, seed))
+        original = Original(model, random_images(source, job.input, CALIBRATION_IMAGES, seed))
         calibration = Calibration(model, options, job.files, job.data.train, seed, job.progress)
     exported = write_export(
         target.exporter,

@@ -21,7 +21,7 @@ from vitcompress.pipeline.export import quarantine_failed, runnable_files
 from vitcompress.pipeline.job import Job
 from vitcompress.pipeline.report import list_names
 from vitcompress.training.loaders import EvalLoader
-from vitcompress.training.metrics import calibration_images, evaluate_images, mcnemar
+from vitcompress.training.metrics import evaluate_images, mcnemar, random_images
 from vitcompress.verify.folder import image_count, verify_folder
 
 
@@ -53,7 +53,7 @@ def verify_run(job: Job) -> None:
         job.progress.stage("Verify")
         images = None
         if job.data is not None:
-            images = calibration_images(job.data.test, job.input, image_count(job.base), job.recipe.run.seed)
+            images = random_images(job.data.test, job.input, image_count(job.base), job.recipe.run.seed)
         result = verify_folder(job.folder, images, job.dense_folder, job.progress)
         files = [path.name for path in job.folder.iterdir()]  # some names begin with that of a file, which has dots
         names = [check.name for check in result.checks if check.verdict == "passed"]

@@ -171,7 +171,7 @@ def guessed(correct: int, labels: np.ndarray) -> bool:
     return wilson(correct, len(labels))[0] <= int(np.max(np.bincount(labels))) / len(labels)
 
 
-def calibration_images(dataset: Images, input: InputConfig, count: int, seed: int) -> Tensor:
+def random_images(dataset: Images, input: InputConfig, count: int, seed: int) -> Tensor:
     """`count` random images of `dataset` (all if there are fewer), with evaluation transforms: (count, C, H, W)."""
     chosen = np.random.default_rng(seed).permutation(len(dataset))[:count]
     loader = EvalLoader(Views(dataset, sorted(chosen.tolist())), input, len(chosen), Runtime(torch.device("cpu")))
