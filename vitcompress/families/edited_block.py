@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from vitcompress.errors import UnsupportedModelError
 
 Part = nn.Module | nn.Parameter | None  # of a block: a module, a parameter that multiplies, or nothing
+SITE_PARTS = {"attention": "attn", "ffn": "mlp"}  # kind of a site -> the name of this child of a block
 
 
 def children(block: nn.Module) -> dict[str, Part]:
@@ -21,15 +22,12 @@ class Wiring:
     """The residual branches of a block, in order.
 
     branches: each a chain of names of child modules, and of parameters that multiply (a LayerScale that is no module).
-    attention, ffn: the names of these children.
     takes_arguments: children that receive the extra arguments of the block, for example an attention mask.
     parts(block): the children by name. A family replaces a child here if the block itself does a part of the child's
         work (shift and window partition in Swin).
     """
 
     branches: tuple[tuple[str, ...], ...]
-    attention: str = "attn"
-    ffn: str = "mlp"
     takes_arguments: frozenset[str] = frozenset()
     parts: Callable[[nn.Module], Mapping[str, Part]] = children
 

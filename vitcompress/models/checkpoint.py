@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from vitcompress.errors import ArtifactError, InputError, PlanError, WeightsError
 from vitcompress.families import Family, family_of, prepare_model
+from vitcompress.families.edited_block import SITE_PARTS
 from vitcompress.io.files import parse_plain, read_text, write_text
 from vitcompress.io.manifest import check_unchanged, write_manifest
 from vitcompress.io.run_folder import RunFolder
@@ -211,7 +212,7 @@ def _standard_paths(model: nn.Module, family: Family) -> dict[str, str]:
     for path, block in family.blocks(model).items():
         stage = path.rpartition(".")[0]
         count = counts.setdefault(stage, [0, 0])
-        attention, ffn = (hasattr(block, name) for name in (family.wiring.attention, family.wiring.ffn))
+        attention, ffn = (hasattr(block, name) for name in SITE_PARTS.values())
         if attention == (count[0] > count[1]):  # an attention opens a standard block, which its FFN completes first
             raise PlanError(f"{path} is no standard block, and its neighbour does not complete it")
         count[0] += attention

@@ -8,6 +8,7 @@ from torch import nn
 from vitcompress.errors import PlanError, UnsupportedModelError, did_you_mean
 from vitcompress.families import Family, Site, Space
 from vitcompress.families.base import norm_problem
+from vitcompress.families.edited_block import SITE_PARTS
 from vitcompress.plan import ACTIVATION_REPLACEMENTS, BYPASSES, GATE_REPLACEMENTS, Plan, is_within, plan_problems
 
 ALLOWED = {"attention": BYPASSES, "activation": ACTIVATION_REPLACEMENTS, "ffn": ("drop",), "block": ("drop",)}
@@ -35,8 +36,7 @@ def check_maskable(model: nn.Module, family: Family, spaces: Iterable[Space]) ->
     They mask the outputs and inputs of linear layers and convolutions, LayerNorms over the last dimension, LayerScales
     and tokens. Statistics of a BatchNorm, or a parameter that a module adds to its activations, are out of their reach.
     """
-    parts = {name for branch in family.wiring.branches for name in branch}
-    scales = parts - {family.wiring.attention, family.wiring.ffn}
+    scales = {name for branch in family.wiring.branches for name in branch} - {*SITE_PARTS.values()}
     for space in spaces:
         for axis in space.axes:
             owner = model.get_submodule(axis.owner)

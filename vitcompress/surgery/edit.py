@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress.families import Family, Space
-from vitcompress.families.edited_block import EditedBlock
+from vitcompress.families.edited_block import SITE_PARTS, EditedBlock
 from vitcompress.families.gated_ffn import ungate
 from vitcompress.plan import Plan
 
@@ -31,7 +31,7 @@ def remove_sites(model: nn.Module, family: Family, plan: Plan) -> None:
         elif site.kind == "block":
             _drop_block(model, name)
         else:
-            part = family.wiring.attention if site.kind == "attention" else family.wiring.ffn
+            part = SITE_PARTS[site.kind]
             _edited_block(model, family, site.block).rewire(part, _chain(family, part, replacement))
     for name, act in plan.appended.items():
         _edited_block(model, family, name).output_act = ACTIVATIONS[act]()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from vitcompress.families import Family, Site, family_of
 from vitcompress.families.base import scale_parameter
-from vitcompress.families.edited_block import branches_of, has_output_act
+from vitcompress.families.edited_block import SITE_PARTS, branches_of, has_output_act
 from vitcompress.plan import Plan, enclosing_module
 from vitcompress.surgery.edit import replace_module
 
@@ -187,7 +187,7 @@ def _branches_before(model: nn.Module, family: Family, branch: Site) -> Iterator
     names: list[str] = []
     for path, block in family.blocks(model).items():
         for chain in branches_of(block, family.wiring):
-            part = next((part for part in (family.wiring.attention, family.wiring.ffn) if part in chain), "")
+            part = next((part for part in SITE_PARTS.values() if part in chain), "")
             name = f"{path}.{part}" if part else ""
             if name == branch.name:
                 yield from reversed(names)

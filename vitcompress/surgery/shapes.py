@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from vitcompress.families import Family, Site, family_of
+from vitcompress.families.edited_block import SITE_PARTS
 from vitcompress.plan import Plan, is_within
 from vitcompress.surgery.edit import segments_of
 
@@ -86,7 +87,7 @@ def _removed_modules(family: Family, sites: tuple[Site, ...], plan: Plan) -> Ite
         if site.name not in plan.removed:
             continue
         yield site.name
-        part = {"attention": family.wiring.attention, "ffn": family.wiring.ffn}.get(site.kind)
+        part = SITE_PARTS.get(site.kind)
         if part and plan.removed[site.name] in WHOLE_BRANCH:
             branch = next(branch for branch in family.wiring.branches if part in branch)
             yield from (f"{site.block}.{child}" for child in branch)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from vitcompress.families import Family, Space
 from vitcompress.families.base import scale_parameter
-from vitcompress.families.edited_block import branches_of, has_output_act
+from vitcompress.families.edited_block import SITE_PARTS, branches_of, has_output_act
 from vitcompress.families.vit import shorten_last_block
 from vitcompress.plan import enclosing_module
 from vitcompress.surgery import replace_module
@@ -184,8 +184,8 @@ class Importance:
         alone = len(readers) == 1 and deleting_modules(self.model, space) == modules
         if path is None or not alone or not isinstance(modules[0], nn.Linear):
             return None
-        block, wiring = self.model.get_submodule(path), self.family.wiring
-        ends_block = wiring.ffn in branches_of(block, wiring)[-1] and not has_output_act(block)
+        block = self.model.get_submodule(path)
+        ends_block = SITE_PARTS["ffn"] in branches_of(block, self.family.wiring)[-1] and not has_output_act(block)
         return readers[0] if ends_block else None
 
 
