@@ -143,8 +143,6 @@ class SlicedWindowAttention(PositionAttention):
 
     PARTS = (*PositionAttention.PARTS, "window_size", "window_area")
     WIDTHS = ()
-    window_size: Any
-    window_area: int
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """x: windows, (batch x windows, tokens, channels) -> same shape.

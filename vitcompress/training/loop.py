@@ -102,7 +102,8 @@ def _epoch(learner: Learner, number: int) -> EpochRecord:
     # The raw weights, or their average (EMA) if that is better.
     ema, raw = record.get("ema", {}).get("correct", -1), record.get("heldout", {}).get("correct", -1)
     score = max(ema, raw)
-    if score > learner.best_of.get("score", -1) if job.options.select == "best" else last:
+    keep = last if job.options.select == "last" else score > learner.best_of.get("score", -1)
+    if keep:
         chosen = learner.ema.module if learner.ema and ema > raw else job.module
         learner.best = {name: value.detach().clone() for name, value in chosen.state_dict().items()}
         learner.best_of = {"score": score, "epoch": number, "chosen": "ema" if ema > raw else "raw"}
