@@ -15,7 +15,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from vitcompress.errors import InputError, VitcompressError
+from vitcompress.families import family_of
 from vitcompress.io.training_state import load_state
+from vitcompress.plan import Plan
+from vitcompress.surgery.gates import GatedModel
 from vitcompress.training.distributed import Runtime
 from vitcompress.training.loop import drop_path
 from vitcompress.training.options import Augmentation, TrainOptions
@@ -196,6 +199,22 @@ def test_ema_is_the_average_and_is_evaluated_beside_the_raw_weights(tmp_path: Pa
     kept = average if result.chosen == "ema" else seen[(result.epoch + 1) * 6 - 1]
     assert torch.allclose(model.get_parameter("head.weight"), kept, rtol=1e-5, atol=1e-7)
     assert (result.chosen == "ema") == (result.ema.correct > result.raw.correct)
+
+
+def test_the_average_has_the_gates_that_were_set_between_epochs(tmp_path: Path) -> None:
+    model = vit()
+    gated = GatedModel(model, family_of(model), Plan("x", removed={"blocks.0.attn": "drop"}))
+
+    def after_epoch(epoch: int) -> None:
+        if epoch == 1:
+            raise KeyboardInterrupt
+        gated.set_gate("blocks.0.attn", 0.25)
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(gated, tmp_path, dataclasses.replace(OPTIONS, ema=0.8, epochs=3), after_epoch=after_epoch)
+    state = load_state(tmp_path)
+    assert state is not None and state.epoch == 0
+    assert state.part("ema")["_extra_state"].tolist() == [0.25]
 
 
 def test_best_keeps_the_best_epoch(tmp_path: Path) -> None:

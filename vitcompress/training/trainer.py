@@ -74,8 +74,8 @@ class TrainingControls:
 
     teacher: for distillation; must take the same images. lr_scale: factor of the peak learning rate at a fractional
     epoch, instead of the schedule. after_epoch: called on every rank with the epoch's number (from 0) after it was
-    evaluated and before its state is saved; it may change gates and buffers. parameter_groups: of the optimizer; by
-    default timm's, without decay for vectors and scalars. hooks: called around every optimizer step.
+    evaluated and before its state is saved; it may change gates. parameter_groups: of the optimizer; by default timm's,
+    without decay for vectors and scalars. hooks: called around every optimizer step.
     """
 
     teacher: nn.Module | None = None
@@ -237,12 +237,11 @@ class Learner:
             job.at.progress.update(job.at.label, number * self.steps + step, epochs * self.steps, text)
 
     def sync_ema(self) -> None:
-        """Copy buffers and gates, which may have changed between epochs, to the averaged model."""
-        if self.ema is None:
-            return
-        raw, buffers = self.job.module.state_dict(), {name for name, _ in self.job.module.named_buffers()}
-        kept = {name: value for name, value in raw.items() if name in buffers or name.endswith("_extra_state")}
-        self.ema.module.load_state_dict({**self.ema.module.state_dict(), **kept})
+        """Copy gates, which may have changed between epochs, to the averaged model; every step copies buffers."""
+        if self.ema:
+            state = self.job.module.state_dict()
+            gates = {name: value for name, value in state.items() if name.endswith("_extra_state")}
+            self.ema.module.load_state_dict(gates, strict=False)
 
 
 def weight_groups(module: nn.Module, decay: float) -> list[dict[str, Any]]:
