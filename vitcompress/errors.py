@@ -92,8 +92,9 @@ def first_line(error: BaseException) -> str:
 
 
 def close_matches(word: str, choices: Iterable[str], *, count: int = 3) -> list[str]:
-    """The `choices` most similar to `word`, best first."""
-    return difflib.get_close_matches(word, list(choices), n=count, cutoff=0.5)
+    """The `choices` most similar to `word`, in any case of letters, best first."""
+    names = {choice.lower(): choice for choice in choices}
+    return [names[name] for name in difflib.get_close_matches(word.lower(), names, n=count, cutoff=0.5)]
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

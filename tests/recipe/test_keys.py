@@ -62,12 +62,14 @@ def test_types_limits_defaults_and_values() -> None:
     assert layout.type == "one of ragged, uniform, tied, padded" and layout.default == "uniform"
     assert lr.about.startswith("of the exploration (peak") and "(peak" not in keys["step.0.epochs"].about
     assert keys["export.batch"].type == "list of 3: whole number, 1 or more, 1048576 or less"
+    assert keys["run.threads"].type == "whole number, 1 or more, 1024 or less"
     assert keys["finetune.augmentation.mixup"].about == "alpha of the Beta distribution; 0: off"
     assert keys["finetune.epochs"].value != keys["finetune.epochs"].default
 
 
 def test_a_misspelt_method_is_corrected() -> None:
-    assert "did you mean hetdpt" in expect_error("recipes", "keys", "hetdtp")
+    for name in ("hetdtp", "HetDPT+"):
+        assert "did you mean hetdpt" in expect_error("recipes", "keys", name)
     assert "is a study" in expect_error("recipes", "keys", "digits")
 
 

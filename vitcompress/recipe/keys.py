@@ -14,7 +14,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from vitcompress import recipes
 from vitcompress.io.plugins import find_by_name, is_plugin, load_plugins
 from vitcompress.io.validation import BOUNDS, parts_of
-from vitcompress.methods.options import ABLATIONS, OPTIONS, find_options
+from vitcompress.methods.options import OPTIONS, find_options
 from vitcompress.recipe.load import load_recipe
 from vitcompress.recipe.schema import Recipe, Tables
 
@@ -105,7 +105,7 @@ def _options(source: str) -> type[Any] | None:
     matches = [start] if start in OPTIONS else [name for name in OPTIONS if name.startswith(start)]
     if len(matches) == 1 or is_plugin(source):
         return find_options(matches[0] if len(matches) == 1 else source)
-    hint = f"methods: {{names}} (ablations: {', '.join(ABLATIONS)}); `vitcompress recipes` lists the recipes"
+    hint = "methods: {names}; `vitcompress recipes` lists the recipes"
     return find_by_name(source, OPTIONS, "methods", "recipe and no method called", names, hint)
 
 
