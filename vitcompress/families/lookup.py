@@ -35,8 +35,8 @@ def family_of(model: nn.Module) -> Family:
             return families[name]
     other_type = f"it is a {type(model).__name__}"
     reason = next((problem for problem in problems.values() if problem and problem != other_type), other_type)
-    supported = "; ".join(family.supported for family in families.values())
-    raise UnsupportedModelError(f"this model cannot be pruned: {reason}", hint=f"supported: {supported}")
+    supported = "\n  ".join(["supported:", *(family.supported for family in families.values())])
+    raise UnsupportedModelError(f"this model cannot be pruned: {reason}", hint=supported)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
