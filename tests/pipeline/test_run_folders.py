@@ -156,7 +156,7 @@ def test_other_folders_are_not_touched(tmp_path: Path, fresh: bool) -> None:
         (["finetune.batch_size=63", "finetune.augmentation.mixup=0.8"], {}, InputError, "mix pairs"),
         (["finetune.augmentation={no_aug=false,auto_augment='rand-x5'}"], {}, InputError, "Unknown RandAugment"),
         (["finetune.augmentation.reprob=0.5"], {}, InputError, "reprob has no effect: no_aug"),
-        (["finetune.teacher=nobody"], {}, InputError, "timm has no model 'nobody'"),
+        (["finetune.teacher=nobody"], {}, InputError, "finetune.teacher: timm has no model 'nobody'"),
         (["model.name=resnet18", "model.args={}"], {}, InputError, "resnet18|ResNet"),
         ([], {"weights": "nowhere.pth"}, WeightsError, "no weights at nowhere.pth"),
         ([], {"export": ("tensorrt",)}, InputError, "no export format 'tensorrt'"),
