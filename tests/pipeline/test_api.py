@@ -305,7 +305,8 @@ def test_data_of_another_form_is_rejected(tmp_path: Path) -> None:
     file = vc.export(model(), tmp_path / "model.onnx")
     for data, text in (
         ([{"image": images, "label": labels}], "not (image, class) pairs"),
-        (Loader({"image": images, "label": labels}), "a batch has str, str instead of two tensors"),
+        (Loader({"image": images, "label": labels}), "a batch is dict instead of two tensors"),
+        (Loader(images[0, 0, 0, 0].item()), "a batch is float instead of two tensors"),
         (Loader((images, labels, labels)), "a batch has Tensor, Tensor, Tensor instead"),
         ([(images[0], 1, 2)], "too many values"),
         (Records(), "an item is a dict"),

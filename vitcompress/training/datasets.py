@@ -171,8 +171,10 @@ def check_images(images: Tensor, size: Size = ()) -> None:
 def check_batch(batch: Any, size: Size = (), classes: int = 0) -> tuple[Tensor, Tensor]:
     """Images (batch, *size) and labels: numbers below `classes` (0: any) or rows of probabilities. Raises DataError."""
     if not isinstance(batch, tuple | list) or [isinstance(part, Tensor) for part in batch] != [True, True]:
-        parts = ", ".join(type(part).__name__ for part in batch)
-        raise DataError(f"a batch has {parts} instead of two tensors", hint="pass batches of (images, labels)")
+        parts = ", ".join(type(part).__name__ for part in batch) if isinstance(batch, tuple | list) else ""
+        content = f"has {parts}" if parts else f"is {type(batch).__name__}"
+        hint = "pass batches of (images, labels): wrap single items in a DataLoader, and turn dicts into pairs"
+        raise DataError(f"a batch {content} instead of two tensors", hint=hint)
     images, targets = batch
     check_images(images, size)
     soft = targets.is_floating_point()
