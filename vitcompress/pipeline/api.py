@@ -157,7 +157,7 @@ def finetune(  # noqa: PLR0913 (each argument is public and has a default)
     stochastic depth is that of the options, not of the model. The teacher moves to the device, and stays in eval mode.
 
     Args:
-        train_data: a map-style data set of (image, class) pairs (PIL images, which are augmented, or normalised
+        train_data: a map-style data set of (image, class) pairs (PIL images, for `augmentation`, or normalised
             tensors), or an iterable with a length of (images, labels) batches.
         val_data: evaluated after epochs, of the same kinds.
         teacher: model for distillation; `distillation="soft"` is then the default.
