@@ -153,12 +153,24 @@ def test_a_continued_run_does_not_measure_again(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_the_weights_do_not_state_is_a_note() -> None:
-    assert any("weights do not state mean, std" in note for note in run("--dry-run")["notes"])
+    (note,) = (note for note in run("--dry-run")["notes"] if "do not state" in note)
+    assert "weights do not state mean, std, interpolation, crop_pct." in note and "--crop-pct V" in note
     for words in (OPTIONS, ("--weights", "last.pth.tar"), ("--weights", "random")):
         assert not any("do not state" in note for note in run("--dry-run", *words)["notes"])
     heads = run("--dry-run", *OPTIONS, "--model", "vit_large_patch16_224")["notes"]
     assert any("do not state num_heads." in note and "model.args.num_heads=N" in note for note in heads)
     assert any(note.startswith("dense model: test top-1") for note in check(*OPTIONS)["notes"])
+
+
+def test_a_problem_that_several_checks_see_is_listed_once() -> None:
+    (missing,) = run("--dry-run", "--export", "onxn", code=2)["missing"]
+    assert "no export format 'onxn', did you mean onnx?" in missing
+
+
+def test_what_weights_state_that_cannot_be_read_is_no_note() -> None:
+    result = run("--dry-run", "--weights", "nothing.pth", code=2)
+    assert "no weights at nothing.pth" in result["missing"][0]
+    assert not any("do not state" in note for note in result["notes"])
 
 
 @pytest.mark.parametrize(
@@ -190,6 +202,7 @@ def test_a_folder_of_a_training_script_names_its_checkpoints() -> None:
     [
         (["--expect", "101"], "--expect is 101"),
         (["--expect", "-1"], "--expect is -1"),
+        (["--expect", "0.875"], "--expect is 0.875"),
         (["--expect", "nan"], "--expect is nan"),
         (["--expect", "90", "--structure-only"], "no images"),
         (["--mean", "0.5,0.5"], "mean has 2 values, the images of vit_tiny_patch16_224 have 3 channels"),

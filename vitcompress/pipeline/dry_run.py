@@ -29,7 +29,8 @@ from vitcompress.training import distributed
 from vitcompress.training.data import check_named, open_data
 
 # How to state what accuracy depends on and weights often lack.
-STATE = {"num_heads": "--set model.args.num_heads=N", "mean": "--mean V,V,V", "std": "--std V,V,V"}
+PIXELS = {"mean": "--mean V,V,V", "std": "--std V,V,V"}
+CROP = {"interpolation": "--interpolation NAME", "crop_pct": "--crop-pct V"}
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ def _list_problems(checks: Iterable[Callable[[], object]]) -> list[str]:
             check()
         except InputError as error:
             problems.append(_sentence(error))
-    return problems
+    return list(dict.fromkeys(problems))  # several checks open an exporter
 
 
 def _sentence(error: VitcompressError) -> str:
@@ -182,9 +183,12 @@ def _notes(job: Job) -> Iterator[str]:
         )
     known = "img_size" in allowed_arguments(job.resolved.arch)
     size = "img_size=N" if known else f"{OVERLAY}.input_size=[3,N,N]"
-    state = {"img_size": f"--set model.args.{size}", **STATE}
-    assumed = [setting.name for setting in job.resolved.settings if setting.name in state if DEFAULT in setting.source]
-    if assumed and job.recipe.model.weights not in NOT_FILES and not job.options.structure_only:
+    defaults = [setting.name for setting in job.resolved.settings if DEFAULT in setting.source]
+    crop = CROP if PIXELS.keys() & set(defaults) else {}  # who states mean and std knows the preprocessing
+    state = {"img_size": f"--set model.args.{size}", "num_heads": "--set model.args.num_heads=N", **PIXELS, **crop}
+    assumed = [name for name in defaults if name in state]
+    read = job.recipe.model.weights not in NOT_FILES and not job.weights_problem
+    if assumed and read and not job.options.structure_only:
         yield (
             f"The weights do not state {', '.join(assumed)}. If you trained with other values than timm's defaults, "
             f"state them: {', '.join(state[name] for name in assumed)}. `--dry-run --check` measures the dense model."

@@ -70,9 +70,9 @@ def apply_options(recipe: Recipe, options: RunOptions, data: Splits | None = Non
     """
     if options.control and options.structure_only:
         raise InputError("--control trains a model, --structure-only trains nothing", hint="leave one of them out")
-    if options.expect is not None and not 0 <= options.expect <= 100:
+    if options.expect is not None and not 1 <= options.expect <= 100:
         message = f"--expect is {options.expect:g}, which is no accuracy in percent"
-        raise InputError(message, hint="use 0 to 100, as in --expect 87.5")
+        raise InputError(message, hint="use percent from 1 to 100, as in --expect 87.5")
     if options.weights == "train" and recipe.dense is None:
         message = "--weights train needs a [dense] table with training options, and the recipe has none"
         raise InputError(message, hint="use a checkpoint, hub or random")
