@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, NotRequired, TypedDict
 from vitcompress.bench.plots.figure import COLOURS, MARKS, check_path, new_figure, save_figure
 from vitcompress.bench.report.files import format_accuracy, pairs
 from vitcompress.bench.report.records import AccuracyRecord, RatioRecord, Report, TableRecord
+from vitcompress.bench.report.run import count_verdicts
 from vitcompress.errors import InputError
 from vitcompress.io.text import NOT_MEASURED, format_change, format_count, format_speedup, shorten_paths
 
@@ -76,7 +77,7 @@ def _cells(report: Report, model: Model, largest: Sequence[int]) -> tuple[str, .
     if model != "compressed":  # the control has the architecture of the dense model
         return top1, *counts, "1x", ""
     counts = [f"{count} ({format_change(dense[key], cost[key])})" for count, key in zip(counts, COUNTS, strict=True)]
-    checks = "not run" if not verify else "passed" if verify["passed"] else "failed"
+    checks = count_verdicts(verify) if verify else "not run"
     return top1, *counts, f"{format_speedup(speed[1])}, batch {speed[1]['batch']}" if speed else NOT_MEASURED, checks
 
 
