@@ -13,6 +13,7 @@ from vitcompress.plan import Plan
 
 FAR_BELOW = 10.0  # points
 TICKS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1, 1.5, 2, 3, 4, 5, 7, 10)
+FINE_TICKS = tuple(tick / 20 for tick in range(1, 61))  # where fewer than three of the others are on the axis
 Row = Mapping[str, Any]  # a row of a study, see pipeline.study.results
 
 
@@ -102,7 +103,8 @@ def accuracy_figure(study: Row) -> Any:
         axes.axhline(100 * study["dense"]["top1_mean"], color="grey", ls=":", lw=1, label="dense")
         axes.set(xlabel=label, ylabel="top-1 on the test images, %", xscale="log")
         costs = [1.0, *(row[key] for row in rows)]
-        ticks = [tick for tick in TICKS if min(costs) <= tick <= max(costs)]
+        coarse, fine = ([tick for tick in of if min(costs) <= tick <= max(costs)] for of in (TICKS, FINE_TICKS))
+        ticks = coarse if len(coarse) > 2 else fine
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
         _limit_to_majority(axes, rows, key, seeds)
@@ -118,13 +120,15 @@ def _curves(rows: Sequence[Row]) -> Iterator[tuple[dict[str, Any], list[Row]]]:
     """Style of each curve, and its rows from the highest cost on."""
     styles = {curve: (COLOURS[n % len(COLOURS)], MARKS[n % len(MARKS)]) for n, curve in enumerate(_methods(rows))}
     rivals: dict[str, int] = {}
+    baselines = iter("*" + MARKS[::-1])  # methods use them from the first on
     for curve in dict.fromkeys(row["curve"] for row in rows):
         own = sorted((row for row in rows if row["curve"] == curve), key=lambda row: -row["macs"])
         if curve in styles:
             colour, mark = styles[curve]
             yield {"color": colour, "marker": mark, "ms": 6, "ls": "-", "label": curve}, own
         elif not own[0]["against"]:
-            yield {"color": "black", "marker": "*", "ms": 11, "ls": "none", "label": own[0]["title"]}, own
+            style = {"color": "black", "marker": next(baselines, "*"), "ms": 11, "ls": "none"}
+            yield {"label": own[0]["title"], **style}, own
         else:
             method = own[0]["against"][0]
             rivals[method] = rivals.get(method, 0) + 1

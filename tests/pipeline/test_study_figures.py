@@ -46,3 +46,17 @@ def test_rows_are_plotted_with_the_method_that_they_are_compared_with() -> None:
     rows = [row("c", "Control"), row("a1", "A", "Control"), row("b", "B", "Control", "A"), row("x", "X", "A")]
     result = study.grouped([*rows, row("a2", "A", "Control")])
     assert {curve: [r["row"] for r in of] for curve, of in result.items()} == {"A": ["a1", "x", "a2"], "B": ["b"]}
+
+
+def test_rows_that_are_compared_with_nothing_have_marks_of_their_own_and_a_short_axis_has_ticks() -> None:
+    rows = [
+        {**dict.fromkeys(("row", "title", "curve"), name), "against": against, "macs_ratio": 0.9, "speedup": speedup}
+        for name, against, speedup in (("control", [], 1.0), ("plain", [], 1.4), ("own", ["plain", "control"], 1.2))
+    ]
+    rows = [{**row, "macs": 1} for row in rows]
+    runs = [{"row": row["row"], "correct": correct, "total": 10} for row in rows for correct in (7, 8)]
+    figure = study.accuracy_figure({"rows": rows, "runs": runs, "speed": True, "dense": {"top1_mean": 0.7}})
+    for axes in figure.axes:
+        marks = {bars.get_label(): bars.lines[0].get_marker() for bars in axes.containers}
+        assert marks["control"] == "*" and len(set(marks.values())) == 3
+        assert len(axes.get_xticks()) > 2
