@@ -218,12 +218,13 @@ def _build(arch: str, args: dict[str, Any], *, pretrained: bool = False, new_hea
     return model
 
 
-def check_arguments(arch: str, args: Mapping[str, object]) -> None:
-    """Raise InputError for an unknown architecture, or arguments that no model of it has."""
+def check_arguments(arch: str, args: Mapping[str, object], place: str = "") -> None:
+    """Raise InputError for an unknown architecture, or arguments that no model of it has. place: starts the message."""
     name = arch.split(".")[0]
     if not timm.is_model(name):
         close = ", ".join(close_matches(name, timm.list_models()))
-        raise InputError(f"timm has no model {arch!r}", hint=f"nearest: {close}" if close else "see timm.list_models()")
+        hint = f"nearest: {close}" if close else "see timm.list_models()"
+        raise InputError(f"{place}timm has no model {arch!r}", hint=hint)
     problems, own = list[str](), {key: value for key, value in args.items() if key != OVERLAY}
     validate(_table(name), {"args": own, "overlay": args.get(OVERLAY)}, "model.args.", problems)
     if problems:

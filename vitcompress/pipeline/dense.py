@@ -223,7 +223,7 @@ def _load_teacher(job: Job) -> nn.Module | None:
         return load_model(name)
     if is_downloaded(job):
         _check_classes(job, hub_classes(arch))
-    _check_name(arch)
+    check_arguments(arch, {}, "finetune.teacher: ")
     try:
         return create_named(name, job.recipe.finetune.teacher_weights or "hub", job.classes)
     except InputError as error:
@@ -248,7 +248,7 @@ def check_teacher(job: Job, *, download: bool = True) -> None:
         raise InputError(message, hint="use distillation = 'soft' or 'hard'")
     if not download and is_downloaded(job):
         arch = str(finetune.teacher).partition("?")[0]
-        _check_name(arch)
+        check_arguments(arch, {}, "finetune.teacher: ")
         return _check_classes(job, hub_classes(arch))
     teacher = (_load_teacher(job) or deepcopy(job.blank)).to("meta")
     _check_classes(job, int(getattr(teacher, "num_classes", 0)))
@@ -256,15 +256,6 @@ def check_teacher(job: Job, *, download: bool = True) -> None:
     # Checks the image size, and that the weights of the losses train every head.
     Objective(pruned, finetune, teacher=teacher, input=job.input, device=torch.device("meta"))
     check_features(pruned, finetune.distillation, teacher, job.input)
-
-
-def _check_name(arch: str) -> None:
-    """Raise InputError if the teacher is neither a run folder nor an architecture of timm."""
-    try:
-        check_arguments(arch, {})
-    except InputError as error:
-        hint = f"use dense, an existing run folder, or a timm name ({error.hint})"
-        raise InputError(f"finetune.teacher: {error.message}", hint=hint) from None
 
 
 def _check_classes(job: Job, classes: int | None) -> None:
