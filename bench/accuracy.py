@@ -150,21 +150,23 @@ def _open(artifact: str, classes: Sequence[str], options: EvaluateOptions, stack
     count = padded(torch.zeros(1, *runner.input_size)).shape[1]
     if count != len(classes):
         raise ArtifactError(f"{runner.name} has {count} classes, the data has {len(classes)}", hint=OTHER_CLASSES)
-    padded.remark = " ".join(filter(None, (padded.remark, _compare_classes(Path(artifact), classes))))
+    padded.remark = " ".join(filter(None, (padded.remark, compare_classes(Path(artifact), classes))))
     return padded
 
 
-def _compare_classes(artifact: Path, classes: Sequence[str]) -> str:
+def compare_classes(artifact: Path, classes: Sequence[str]) -> str:
     """A remark if all classes of the data have other names than those of the artifact, which are then not comparable.
 
-    Raises ArtifactError if only some names differ, or their order does, so that outputs and labels mean different
-    classes.
+    Raises ArtifactError if only some names differ, or their number or order does, so that outputs and labels mean
+    different classes.
     """
     own = read_classes(RunFolder(artifact).exported("model", ".onnx") if artifact.is_dir() else artifact)
     if own in (tuple(classes), (), tuple(map(str, range(len(classes))))):  # numbers: exported without names
         return ""
     if set(own).isdisjoint(classes):
         return f"its classes are named {few(own)}, those of the data {few(classes)}: assumed equal, in this order"
+    if len(own) != len(classes):
+        raise ArtifactError(f"{artifact} has {len(own)} classes, the data has {len(classes)}", hint=OTHER_CLASSES)
     lost, new = ([name for name in one if name not in other] for one, other in ((own, classes), (classes, own)))
     problem = f"{artifact} was trained with class {few(lost)}, the data has {few(new)} instead" if lost else ""
     order = f"{artifact} was trained with the classes in another order: {few(own)}; the data has {few(classes)}"

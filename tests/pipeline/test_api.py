@@ -151,6 +151,8 @@ def test_models_of_timm_itself_are_taken() -> None:
     ("call", "message"),
     [
         (lambda: vc.plan(model(), "isomorfic"), "did you mean|nearest|isomorphic"),
+        (lambda: vc.plan("isomorphic", model()), "the method is of the type VisionTransformer"),  # type: ignore[arg-type]
+        (lambda: vc.load_model(__file__), "is a file, not a run folder"),
         (lambda: vc.plan(model(), "isomorphic", batches(), keep=0.5), "keep"),
         (lambda: vc.plan(model(), "isomorphic", batches(), keep_ratio=2.0), "keep_ratio"),
         (lambda: vc.finetune(model(), batches(), epoch=3), "epoch"),
@@ -288,6 +290,29 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.items)
+
+
+class Named(list[Any]):
+    """Batches with the names of their classes."""
+
+    classes: tuple[str, ...] = ()
+
+
+def test_classes_of_the_data_are_those_of_the_file(tmp_path: Path) -> None:
+    file, data = vc.export(model(), tmp_path / "model.onnx", class_names=["a", "b", "c", "d"]), Named(batches())
+    for names, message in (
+        ("abd", "has 4 classes, the data has 3"),
+        ("abdc", "with the classes in another order"),
+        ("abcx", "with class d, the data has x instead"),
+        ("abcd", ""),
+        ("", ""),
+    ):
+        data.classes = tuple(names)
+        if message:
+            with pytest.raises(InputError, match=message):
+                vc.evaluate(file, data)
+        else:
+            assert vc.evaluate(file, data).total > 0
 
 
 class Records:

@@ -23,6 +23,8 @@ from vitcompress.models.preprocessing import NAMES
 from vitcompress.plan import Plan, enclosing_module
 from vitcompress.surgery import apply_plan
 
+OTHER = "use the folder of a run (other weights: vc.create_model(NAME, weights=FILE), or recipe --weights FILE)"
+
 
 def prune(model: nn.Module, plan: Plan) -> nn.Module:
     """Apply `plan` to a copy of `model`, whose attribute `plan` then describes the result.
@@ -112,11 +114,11 @@ def load_model_files(plan_path: Path, weights_path: Path) -> nn.Module:
     if plan_path.parent.is_file():
         message, folder = f"{plan_path.parent} is a file, not a run folder", plan_path.parent.parent
         is_run = RunFolder(folder).plan.is_file()
-        raise ArtifactError(message, hint=f"use its folder: {folder}" if is_run else "use the folder of a run")
+        raise ArtifactError(message, hint=f"use its folder: {folder}" if is_run else OTHER)
     for path in (plan_path, weights_path):
         if not path.is_file():
             message = f"{plan_path.parent} is not a finished run folder: {path.name} is missing"
-            raise ArtifactError(message, hint="run the recipe to its end, or use another folder")
+            raise ArtifactError(message, hint=f"run the recipe to its end, or {OTHER}")
     plan = read_plan(plan_path)
     tensors = load_for(weights_path, plan)
     model = _rebuild(plan, tensors)

@@ -18,6 +18,7 @@ from torch import nn
 
 from vitcompress import surgery
 from vitcompress.bench import suite
+from vitcompress.bench.accuracy import compare_classes
 from vitcompress.errors import InputError
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.runner import Runner, RunnerOptions
@@ -292,7 +293,8 @@ def verify(folder: str | Path, *, progress: Progress | None = None) -> Verificat
 def evaluate(model: Artifact, data: Any, *, batch_size: int = 256, device: str = "auto", workers: int = 0) -> Accuracy:
     """Top-1 and top-5 accuracy with counts, of a model or of an exported file.
 
-    data: a map-style data set of (image, class) pairs, or an iterable of (images, labels) batches.
+    data: a map-style data set of (image, class) pairs, or an iterable of (images, labels) batches. If it has `classes`,
+        as those of torchvision, they are compared with the names in a file.
 
     Example:
         >>> import torch, vitcompress as vc
@@ -302,6 +304,9 @@ def evaluate(model: Artifact, data: Any, *, batch_size: int = 256, device: str =
     """
     if batch_size < 1:
         raise InputError(f"batch_size is {batch_size}, expected 1 or more", hint="omit it: the default is 256")
+    names = getattr(data, "classes", None)
+    if names and isinstance(names, list | tuple) and isinstance(model, str | Path):
+        compare_classes(Path(model), [*map(str, names)])
     with ExitStack() as stack:
         runtime = distributed.start(device, workers=workers)
         stack.callback(runtime.stop)
