@@ -38,7 +38,7 @@ def describe_difference(test: McNemarRecord) -> str:
 def list_drops(tests: Iterable[tuple[str, McNemarRecord]], limit: float | None) -> list[str]:
     """A sentence for each comparison whose 95 % interval does not exclude a loss of more than `limit` points."""
     return [
-        f"{names}: {describe_difference(test)}; the limit of --max-drop is {limit:g} points"
+        f"{names}: {describe_difference(test)}; the limit of --max-drop is {limit:g} point{'s' * (limit != 1)}"
         f"{'; more test images narrow the interval' if -100 * test['difference'] <= limit else ''}"
         for names, test in tests
         if limit is not None and -100 * test["difference_ci95"][0] > limit

@@ -123,7 +123,7 @@ def test_the_control_is_trained_for_the_epochs_of_all_steps(tmp_path: Path) -> N
         dry_run_recipe(recipe, RunOptions(out=tmp_path / "run", control=True, structure_only=True))
 
 
-@pytest.mark.parametrize(("limit", "code"), [("99.9", 0), ("0", 1)])
+@pytest.mark.parametrize(("limit", "code"), [("99.9", 0), ("0", 1), ("1", 1)])
 def test_the_limit_of_the_loss_applies_to_the_dense_model_and_to_the_control(home: Path, limit: str, code: int) -> None:
     tests = dict(paired_tests(run(home, control=True)[0].report))
     assert list(tests) == ["the dense model", "the control"]
@@ -132,6 +132,7 @@ def test_the_limit_of_the_loss_applies_to_the_dense_model_and_to_the_control(hom
     assert done.exit_code == code == any(too_large)
     text = " ".join(done.stderr.replace("│", " ").split())
     assert [f"against {other}: " in text for other in tests] == too_large
+    assert (f"is {limit} point{'' if limit == '1' else 's'}" in text) == any(too_large)
 
 
 def test_a_limit_without_accuracy_is_rejected(tmp_path: Path) -> None:
