@@ -104,6 +104,9 @@ def test_a_finished_run_needs_no_data() -> None:
     assert CliRunner().invoke(cli.main, words).exit_code == 0
     assert "all is done" in dry_run(0, *words)["notes"][0]
     assert "pictures" in dry_run(2, *words, "--fresh")["missing"][0]
+    words[3] = "nowhere"  # the folder of the run is not the reason
+    assert "nowhere does not exist" in dry_run(2, *words)["missing"][0]
+    assert "nowhere does not exist" in expect_error(*words)
 
 
 def test_a_study_has_the_same_dry_run() -> None:

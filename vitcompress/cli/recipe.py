@@ -16,7 +16,7 @@ from vitcompress.cli.common import (
     report_failure,
     show_progress,
 )
-from vitcompress.errors import InputError
+from vitcompress.errors import InputError, OutputError
 from vitcompress.io.run_folder import RunFolder
 
 
@@ -88,8 +88,12 @@ def recipe(
         check = options.pop("check") or options["expect"] is not None
         settings = RunOptions(preprocessing=opt.take(options, Preprocessing), **options)
         plan = dry_run_recipe(loaded, settings, check=check) if dry_run else None
-        if plan is None:
-            result = run_recipe(loaded, settings, progress)
+        try:
+            if plan is None:
+                result = run_recipe(loaded, settings, progress)
+        except OutputError:  # of a finished run in the folder: a file that does not exist explains the difference
+            check_files(options)
+            raise
     if plan is not None:
         return print_dry_run(plan, tables.print_dry_run, plan.failed)
 

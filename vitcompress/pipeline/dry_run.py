@@ -76,18 +76,18 @@ def dry_run_recipe(recipe: Recipe, options: RunOptions, *, check: bool = False) 
     folder, data, done = options.folder(recipe), None, False
     with suppress(OSError):  # reported by `check_folder`
         done = options.is_done(RunFolder(folder))  # then neither data nor weights are needed
-    no_path, missing = list[str](), list[str]()
+    no_path, unopened = list[str](), list[str]()
     if not options.structure_only and not (no_path := _list_problems([partial(check_named, recipe.data)])):
         try:
             data = open_data(recipe.data, recipe.run.seed)
         except InputError as error:
-            missing = [] if done else [_sentence(error)]
+            unopened = [_sentence(error)]
     device = torch.device("cpu")
     with suppress(InputError):  # reported by `_checks`
         device = distributed.check_device(recipe.run.device, recipe.run.amp)
     job = create_job(recipe, options, distributed.Runtime(device), Progress(), data)
-    unopened = bool(missing)
-    missing += _list_problems(_checks(job, done, unopened))
+    problems = _list_problems(_checks(job, done, bool(unopened)))
+    missing = problems if done and not problems else unopened + problems
     plan = DryRun(
         recipe.name,
         str(folder),
