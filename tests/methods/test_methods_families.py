@@ -1,5 +1,6 @@
 """The depth methods on Swin, PVTv2, DINOv3 and SwiGLU FFNs: the same code, or an error with the reason."""
 
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -154,11 +155,17 @@ def test_the_mean_of_a_gate_is_handed_over_with_the_weights(tmp_path: Path) -> N
 
 def test_fading_starts_from_the_gates_as_they_are(tmp_path: Path) -> None:
     vit, around = world("swiglu", tmp_path)
-    plan = METHODS["activation_only"].plan(vit, around, nose.ActivationOptions(pruned_layers=1, te=OPTIONS["nose"].te))
+    options = nose.ActivationOptions(pruned_layers=1, te=OPTIONS["nose"].te)
+    plan = METHODS["activation_only"].plan(vit, replace(around, fades=True), options)
     assert set(plan.removed.values()) == {"mean_gate"}
     assert not (tmp_path / LEFT_WEIGHTS).exists()
     ((ffn, mean),) = depth.read_mean_gates(tmp_path).items()
     torch.testing.assert_close(mean, means_of(vit, around)[ffn], rtol=0, atol=0)
+    again = replace(around, folder=tmp_path / "removed at once")
+    assert METHODS["activation_only"].plan(vit, again, options) == plan
+    left = load_tensors(again.folder / LEFT_WEIGHTS)
+    frozen = depth.freeze_gates(deepcopy(vit), {ffn: mean}).state_dict()
+    assert all(torch.equal(left[name], tensor) for name, tensor in frozen.items())
 
 
 def test_every_round_of_the_collection_measures_gates_on_its_own_weights(

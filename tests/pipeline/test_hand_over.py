@@ -217,13 +217,14 @@ def test_a_whole_run_with_steps_in_between(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_faded_gate_ends_at_the_mean_that_was_measured(tmp_path: Path) -> None:
+@pytest.mark.parametrize("after", ["", '[[step]]\nmethod = "recover"\nepochs = 1\nlr = 0\n\n'], ids=["fades", "gone"])
+def test_a_removed_gate_ends_at_the_mean_that_was_measured(tmp_path: Path, after: str) -> None:
     """With a learning rate of 0 the recovered model is the one that transfer entropy was measured on."""
     text = RECIPE.replace('"vit_tiny_patch16_224"', '"vit_giant_patch14_dinov2"')
     text = text.replace("init_values = 0.5", "init_values = 0.5, mlp_ratio = 4.0")
     start, end = text.index("[[step]]"), text.index("[finetune]")
     step = '[[step]]\nmethod = "activation_only"\npruned_layers = 1\nte = { images = 20 }\n\n'
-    text = text[:start] + step + text[end:].replace("epochs = 0", "epochs = 1\nlr = 0\nmin_lr = 0")
+    text = text[:start] + step + after + text[end:].replace("epochs = 0", "epochs = 1\nlr = 0\nmin_lr = 0")
     faded, dense = job_with_dense(tmp_path / "run", text)
     prune.recover(faded)
     kept = load_model_files(faded.files.unfolded_plan, faded.files.unfolded)
@@ -238,3 +239,6 @@ def test_a_faded_gate_ends_at_the_mean_that_was_measured(tmp_path: Path) -> None
         # Both add the same few hundred float32 terms of order 1.
         torch.testing.assert_close(kept(x), measured(x), rtol=1e-4, atol=1e-5)
         assert (dropped(x) - kept(x)).abs().max() > 1e-3, "the gate at its bias is another function"
+    assert faded.data is not None
+    accuracy = dense_stage.measure_accuracy(faded, kept, faded.data.heldout).to_dict()
+    assert read_json(faded.files.before_recovery)["pruned"] == accuracy

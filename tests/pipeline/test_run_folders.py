@@ -178,12 +178,15 @@ def test_settings_that_contradict_the_method_are_rejected(tmp_path: Path) -> Non
     nose = with_steps('method = "nose"\npruned_layers = 1\nte = { images = 20 }')
     with pytest.raises(InputError, match="fades the layers out"):
         world.run(tmp_path / "nose", "finetune.select=best", text=nose)
+    between = with_steps('method = "nose"\npruned_layers = 1\ndilution = 0.5', 'method = "fold"')
+    with pytest.raises(InputError, match=r"dilution = 0\.5 has no effect: only the layers of the last step"):
+        world.run(tmp_path / "between", text=between)
     with pytest.raises(InputError, match="heldout is 0"):
         world.run(tmp_path / "hetdpt", "data.heldout=0")
     with pytest.raises(InputError, match="needs a \\[dense\\] table"):
         hub = SMALL.replace('"train"', '"hub"').replace("[dense]\nepochs = 1\nbatch_size = 64\nlr = 2e-3\n", "")
         world.run(tmp_path / "hub", text=hub, weights="train")
-    assert {path.name for path in tmp_path.rglob("*")} == {"nose", "hetdpt", "hub", "tiny.toml"}
+    assert {path.name for path in tmp_path.rglob("*")} == {"nose", "between", "hetdpt", "hub", "tiny.toml"}
 
 
 def test_a_teacher_that_cannot_teach_is_rejected_first(small: Path, tmp_path: Path) -> None:

@@ -119,6 +119,7 @@ def reject_unused(options: Any, unused: Mapping[str, str | bool]) -> None:
         raise PlanError("; ".join(problems), hint="remove the option, or change the options that it depends on")
 
 
+AT_ONCE = {"dilution": "only the layers of the last step of a recipe fade out"}  # unused in all others
 LEFT_WEIGHTS, LEFT = "weights.safetensors", "left.json"
 
 
@@ -224,7 +225,7 @@ class Context:
     plan: what was already done to the model that the method receives. folder: of this step, for measurements and resume
     state. train: options of [finetune], the default for batch size and augmentation. teacher(): the teacher of the
     recovery, None if there is none. latency: None if latencies cannot be measured. measured_on: what latencies depend
-    on, as plain data: hardware, versions, threads.
+    on, as plain data: hardware, versions, threads. fades: the removed layers fade out during the recovery.
     """
 
     plan: Plan
@@ -239,6 +240,7 @@ class Context:
     teacher: Callable[[], nn.Module | None] = lambda: None
     latency: Clock | None = None
     measured_on: Mapping[str, object] = field(default_factory=dict)
+    fades: bool = False
     _names: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def memo(self, name: str, compute: Callable[[], Any]) -> Any:
@@ -348,7 +350,7 @@ class Method:
         describe(options): properties that the pipeline needs to know.
         report(folder): tables, remarks and charts of the step's folder; empty if nothing was measured.
         dilute(options, epochs): gate value of the removed layers in each epoch of the recovery, for methods that fade
-            them out; None removes them at once.
+            them out in the last step of a recipe; None removes them at once, as all other steps do.
         resize(options, model, family, strength): the options for other sizes, to reach a latency. strength: above 0,
             the larger, the smaller the result, to 1, the smallest. `structure` raises PlanError for impossible sizes.
     """

@@ -110,13 +110,11 @@ def plan_layers(model: nn.Module, base: Plan, removed: Blocks, options: BypassOp
     return base.delta(removed=bypasses, appended=appended)
 
 
-def record_choice(
-    model: nn.Module, context: Context, chosen: Blocks, options: BypassOptions, *, fades: bool = False
-) -> Plan:
+def record_choice(model: nn.Module, context: Context, chosen: Blocks, options: BypassOptions) -> Plan:
     """Record and report the choice, and return its plan.
 
-    The weights of a SwiGLU model are handed over with constant gates. fades: the layers fade out during the recovery
-    instead; it reads the constants with `read_mean_gates`.
+    The weights of a SwiGLU model are handed over with constant gates. If the layers fade out during the recovery, it
+    reads the constants with `read_mean_gates` instead.
     """
     removed = {kind: sorted(chosen.get(kind, ())) for kind in KINDS}
     plan = plan_layers(model, context.plan, removed, options)
@@ -128,7 +126,7 @@ def record_choice(
         + (f" (both in {both})" if both else "")
     )
     means = gate_means(model, context, plan.removed, options)
-    if means and fades:
+    if means and context.fades:
         context.memo(MEAN_GATES, lambda: {ffn: mean.tolist() for ffn, mean in means.items()})
     elif means:
         context.hand_over(freeze_gates(deepcopy(model), means))
@@ -141,20 +139,18 @@ def depth_method(
     options: type[BypassOptions],
     choose: Callable[[nn.Module, Context, Any], Blocks],
     unscored: Callable[[nn.Module, Family, Any], Blocks] = spread_layers,
-    *,
-    fades: bool = False,
     **optional: Any,
 ) -> Method:
     """A method from two functions that name layers: by measurements, and for a structure.
 
     choose(model, context, options): the layers to remove. unscored(model, family, options): as many layers without data
-    or scores; raises PlanError for options that are wrong or have no effect, and so runs before `choose`. fades: the
-    layers fade out during the recovery. optional: further fields of Method.
+    or scores; raises PlanError for options that are wrong or have no effect, and so runs before `choose`. optional:
+    further fields of Method.
     """
 
     def plan(model: nn.Module, context: Context, options: Any) -> Plan:
         unscored(model, context.family, options)
-        return record_choice(model, context, choose(model, context, options), options, fades=fades)
+        return record_choice(model, context, choose(model, context, options), options)
 
     def structure(model: nn.Module, family: Family, base: Plan, options: Any) -> Plan:
         if isinstance(options, DepthOptions):

@@ -60,11 +60,10 @@ def _method(name: str, kind: SiteKind, options: type[ActivationOptions]) -> Meth
 
     return depth.depth_method(
         name,
-        f"{kind}s only: greedy transfer entropy, faded out during the recovery",
+        f"{kind}s only: greedy transfer entropy; those of the last step fade out during the fine-tuning",
         options,
         choose,
         unscored,
-        fades=True,
         estimate=estimate,
         describe=lambda options: StepInfo(MEASURED_LAYERS),
         dilute=dilute,

@@ -138,7 +138,7 @@ class HetdptOptions(AllocationOptions, DirectOptions):
 @dataclass(frozen=True, kw_only=True)
 class ActivationOptions(DepthOptions):
     dilution: Annotated[
-        float, Gt(0), Le(1), Doc("share of the recovery until the layers are gone (NOSE: 300 of 400 epochs)")
+        float, Gt(0), Le(1), Doc("share of the recovery until layers of the last step are gone (NOSE: 300 of 400)")
     ] = 0.75
     te: EntropyOptions = field(default_factory=EntropyOptions)
 

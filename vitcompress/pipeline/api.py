@@ -30,7 +30,7 @@ from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import tensors_digest
 from vitcompress.io.validation import options_of
-from vitcompress.methods.base import Method, context_for, load_handed_over
+from vitcompress.methods.base import AT_ONCE, Method, context_for, load_handed_over, reject_unused
 from vitcompress.methods.latency import plan_step
 from vitcompress.methods.table import find_method
 from vitcompress.models import create
@@ -123,6 +123,7 @@ def plan(
     unused = chosen.describe(settings).unused
     if wrong := [f"{name} has no effect: {unused[name]}" for name in options if name in unused]:
         raise InputError("; ".join(wrong), hint="omit it, or change the option that it depends on")
+    reject_unused(settings, AT_ONCE)
     fields = {"progress": progress or Progress(), "train": options_of(TrainOptions, training or {}, "training")}
     base = context_for(model, data, folder=folder, device=device, seed=seed, **fields)  # owns the temporary folder
     clock = LatencyClock(base.input, base.runtime, base.progress, seed=seed)

@@ -14,7 +14,7 @@ from vitcompress.exporters.doctor import onnx_problem
 from vitcompress.families import Family, family_of
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
-from vitcompress.methods.base import Method, StepInfo
+from vitcompress.methods.base import AT_ONCE, Method, StepInfo, reject_unused
 from vitcompress.methods.table import find_method
 from vitcompress.models.checkpoint import read_plan
 from vitcompress.models.create import InputConfig, check_classifier, input_config
@@ -219,6 +219,7 @@ def create_job(
     try:
         for number, step in enumerate(recipe.steps):
             method = find_method(step.method)
+            reject_unused(step.options, AT_ONCE if number + 1 < len(recipe.steps) else {})
             delta = method.structure(model, family, plan, step.options)
             folder, info = RunFolder(files.step(number, step.method)), method.describe(step.options)
             steps.append(JobStep(number, method, step.options, info, folder, model, delta))

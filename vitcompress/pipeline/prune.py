@@ -1,9 +1,10 @@
 """Run the pruning steps of a recipe, and recover the accuracy by fine-tuning with a distillation teacher."""
 
+from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from torch import nn
+from torch import Tensor, nn
 
 from vitcompress import surgery
 from vitcompress.io.files import write_json, write_text
@@ -28,12 +29,14 @@ class Steps:
     """The result of all steps.
 
     model: the input of the last step, with the weights that this step trained, if it trains. base: the plan that leads
-    from the dense model to it. last: the plan of the last step. plan: of all steps.
+    from the dense model to it. last: the plan of the last step. plan: of all steps. means: constant gates of layers
+    that fade out.
     """
 
     model: nn.Module
     base: Plan
     last: Plan
+    means: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def plan(self) -> Plan:
@@ -41,7 +44,7 @@ class Steps:
 
     def pruned(self) -> nn.Module:
         """A new copy of the model after all steps."""
-        return surgery.apply_to_copy(self.model, self.last)
+        return surgery.apply_plan(freeze_gates(deepcopy(self.model), self.means), self.last)
 
 
 def run_steps(job: Job, dense: nn.Module | None = None) -> Steps:
@@ -58,7 +61,8 @@ def run_steps(job: Job, dense: nn.Module | None = None) -> Steps:
         load_handed_over(model, step.files.path, base, job.runtime)
         if (delta.kept or delta.folded) and job.runtime.is_main:
             keep_step_input(step.files.path, model, base)
-        result = Steps(model, base, delta)
+        means = job.runtime.broadcast(read_mean_gates(step.files.path) if job.runtime.is_main else None)
+        result = Steps(model, base, delta, means)
     return result
 
 
@@ -86,6 +90,7 @@ def _plan_step(job: Job, dense: nn.Module, step: JobStep, model: nn.Module, plan
         teacher=lambda: teacher_for(job, dense),
         latency=create_clock(job),
         measured_on=measured_on(job.runtime.device, job.recipe.run.threads),
+        fades=step is job.steps[-1] and step.method.dilute is not None,
     )
     # Not `step.delta`: a latency target before this step may have led to other widths.
     delta = plan_step(step.method, model, context, step.options, scored=scored)
@@ -140,13 +145,12 @@ def _measure_before(job: Job, dense: nn.Module, pruned: nn.Module) -> None:
 def _finetune(job: Job, dense: nn.Module, steps: Steps) -> nn.Module:
     step, controls = job.steps[-1], TrainingControls(teacher_for(job, dense))
     about = (job.recipe.finetune, job.files.recovery_state, "recovery", job.files.recovery)
-    pruned = steps.pruned()
     if step.method.dilute is None:
+        pruned = steps.pruned()
         train_model(job, pruned, *about, controls)
         return pruned
     # The layers of the last step fade out; those of the steps before are removed from the start.
-    means = job.runtime.broadcast(read_mean_gates(step.files.path) if job.runtime.is_main else None)
-    gated = GatedModel(deepcopy(steps.model), job.family, steps.last, means)
+    gated = GatedModel(deepcopy(steps.model), job.family, steps.last, steps.means)
     factor = step.method.dilute(step.options, job.recipe.finetune.epochs)
 
     def set_gates(epoch: int) -> None:
@@ -156,7 +160,5 @@ def _finetune(job: Job, dense: nn.Module, steps: Steps) -> nn.Module:
 
     set_gates(-1)
     train_model(job, gated, *about, replace(controls, after_epoch=set_gates))
-    pruned = deepcopy(steps.model)  # without the hooks of the gates
-    pruned.load_state_dict(gated.model.state_dict())
-    surgery.apply_plan(freeze_gates(pruned, means), steps.last)
-    return pruned
+    steps.model.load_state_dict(gated.model.state_dict())  # it is without the hooks of the gates
+    return steps.pruned()
