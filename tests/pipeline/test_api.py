@@ -374,6 +374,15 @@ def test_a_model_for_any_size_takes_images_of_any_size() -> None:
     assert vc.evaluate(model(dynamic_img_size=True), other).total == 4
 
 
+def test_patches_of_a_model_for_any_size_must_divide_its_images() -> None:
+    other = [(torch.zeros(4, 1, 12, 9), torch.arange(4))]
+    with pytest.raises(DataError, match="4x1x12x9 do not fit, expected batches of 1 x multiple of 4 x multiple of 4"):
+        vc.evaluate(model(dynamic_img_size=True), other)
+    with pytest.raises(InputError, match="patches of 4x4 pixels do not divide images of 9x9"):
+        model(dynamic_img_size=True, img_size=9)
+    assert vc.evaluate(model(dynamic_img_size=True, dynamic_img_pad=True, img_size=9), other).total == 4
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_images_are_converted_to_the_type_of_the_weights(dtype: torch.dtype) -> None:
     exact = [(images.to(torch.bfloat16).float(), labels) for images, labels in batches()]

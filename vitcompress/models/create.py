@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from vitcompress.errors import InputError, WeightsError, close_matches, first_line
 from vitcompress.families import prepare_model, reject_wrapper, unwrap
 from vitcompress.io.tensors import LIBRARY_ERRORS
+from vitcompress.io.text import format_shape
 from vitcompress.io.validation import create_table, validate
 from vitcompress.models.arguments import allowed_arguments
 from vitcompress.models.preprocessing import NAMES, Crop, Filter
@@ -30,7 +31,9 @@ from vitcompress.plan import Plan
 NOISE = 0.1  # standard deviation for `randomize_constants`: small compared with norm weights of 1
 OVERLAY, LABELS = "pretrained_cfg_overlay", "label_names"  # argument of timm.create_model, and a key in it
 INITIALIZERS = {"uniform_", "normal_", "erfinv_", "mul_", "add_", "clamp_", "fill_", "zero_"}
-Side = Annotated[int, Ge(1), Le(2**14)]  # pixels, or channels
+LARGEST = 2**14
+Side = Annotated[int, Ge(1), Le(LARGEST)]  # pixels, or channels
+Size = tuple[int | range | None, ...]  # channels, height and width of images: a number, multiples, or any
 CHANGE = "change the argument in model.args, as in --set model.args.NAME=VALUE"
 MOST_PARAMETERS = 2**36  # ten times as many as the largest model of timm
 UNKNOWN = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
@@ -271,12 +274,33 @@ def _message(error: Exception) -> str:
     return f"{type(error).__name__}{f': {words}' if words else ''} in timm's `{(own or frames)[-1].line}`"
 
 
+def image_size(model: Any) -> Size:
+    """Channels, height and width of the images that `model`, of timm, takes."""
+    embed = getattr(model, "patch_embed", None)
+    sides: Any = getattr(embed, "img_size", None) or (None, None)
+    if sides[0] and not getattr(embed, "strict_img_size", False):
+        any_size = getattr(embed, "dynamic_img_pad", True)
+        sides = (None if any_size else range(side, LARGEST + 1, side) for side in embed.patch_size)
+    return getattr(model, "in_chans", None), *sides
+
+
+def is_allowed(side: int, allowed: int | range | None) -> bool:
+    """Whether a side of images is as `image_size` requires."""
+    return side in allowed if isinstance(allowed, range) else allowed in (None, side)
+
+
 def input_config(model: nn.Module) -> InputConfig:
-    """Input size of `model`, and the preprocessing of its pretrained configuration."""
+    """Input size of `model`, and the preprocessing of its pretrained configuration.
+
+    Raises InputError if its patches do not divide its images, which only timm's dynamic sizes require.
+    """
     config = resolve_model_data_config(model := unwrap(model))
     channels = int(getattr(model, "in_chans", config["input_size"][0]))
     embed = getattr(model, "patch_embed", None)
     height, width = getattr(embed, "img_size", None) or config["input_size"][1:]
+    if not all(map(is_allowed, (height, width), image_size(model)[1:])):
+        message = f"patches of {format_shape(embed.patch_size)} pixels do not divide images of {height}x{width}"
+        raise InputError(message, hint="use another img_size, or leave dynamic_img_size out")
     mean, std = (  # the average where the images have another number of channels
         tuple(values) if len(values) == channels else (sum(values) / len(values),) * channels
         for values in (config["mean"], config["std"])

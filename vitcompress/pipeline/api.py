@@ -40,7 +40,7 @@ from vitcompress.pipeline.export import CALIBRATION_IMAGES, write_export
 from vitcompress.pipeline.latency import LatencyClock, measured_on
 from vitcompress.plan import Plan
 from vitcompress.training import distributed
-from vitcompress.training.datasets import as_images, image_size
+from vitcompress.training.datasets import as_images
 from vitcompress.training.loaders import BatchLoader, EvalLoader, open_source
 from vitcompress.training.loop import train
 from vitcompress.training.metrics import Accuracy, random_images
@@ -273,7 +273,7 @@ def export(
         path.parent.mkdir(parents=True, exist_ok=True)
     original, calibration = Original(model, noise_images(model), real=False), None
     if data is not None:
-        source = as_images(data, image_size(model))
+        source = as_images(data, create.image_size(model))
         original = Original(model, random_images(source, create.input_config(model), CALIBRATION_IMAGES, seed))
         calibration = Calibration(model, settings, RunFolder.of(path), source, seed, progress or Progress())
     exported = write_export(

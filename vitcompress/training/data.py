@@ -12,6 +12,7 @@ import numpy as np
 from timm.data import create_dataset
 
 from vitcompress.errors import DataError, MissingExtraError, first_line
+from vitcompress.models.create import image_size
 from vitcompress.training import datasets, tinted
 from vitcompress.training.datasets import ArrayImages, FolderImages, Images, MappedImages, as_images, class_names
 from vitcompress.training.distributed import derived_seed
@@ -98,7 +99,7 @@ def subset(dataset: Images, count: int, seed: int, *, per_class: bool = True) ->
 
 def split_images(data: Any, heldout: float, seed: int, model: Any) -> Splits:
     """The splits of data for `model` (see `as_images`); it has no test images."""
-    images = as_images(data, datasets.image_size(model), int(getattr(model, "num_classes", 0)))
+    images = as_images(data, image_size(model), int(getattr(model, "num_classes", 0)))
     names = getattr(data, "classes", None) or range(int(images.labels.max(initial=-1)) + 1)
     return Splits("data", tuple(map(str, names)), images).hold_out(heldout, seed)
 

@@ -17,6 +17,7 @@ from torchvision.datasets.folder import make_dataset
 from vitcompress.errors import DataError, first_line
 from vitcompress.io.tensors import DAMAGED
 from vitcompress.io.text import format_shape
+from vitcompress.models.create import Size, is_allowed
 
 _CHECKED_ON_OPENING = 1000  # images decoded when a folder is opened; the others are checked when they are read
 # Pillow has decoders for many more formats, and chooses by content: one starts Ghostscript, whatever the suffix.
@@ -24,7 +25,6 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 _MOST_PIXELS = 89_478_485  # above this, Pillow warns of a decompression bomb
 _UNREADABLE = (*DAMAGED, SyntaxError, zlib.error, Image.DecompressionBombError)  # decoders raise these for broken files
-Size = tuple[int | None, ...]  # channels, height and width of images; None: any
 
 
 class Images(Protocol):
@@ -150,20 +150,14 @@ def check_labels(labels: Any, classes: int) -> None:
         raise DataError(f"labels {about} cannot be used", hint=hint)
 
 
-def image_size(model: Any) -> Size:
-    """Channels, height and width of the images that `model`, of timm, takes."""
-    embed: Any = getattr(model, "patch_embed", None)
-    sides = embed.img_size if getattr(embed, "strict_img_size", False) else (None, None)
-    return getattr(model, "in_chans", None), *sides
-
-
 def check_images(images: Tensor, size: Size = ()) -> None:
     """Raise DataError unless `images`, (batch, *size), are floating-point numbers."""
     if not images.is_floating_point():
         hint = "normalize them for the model; data sets of PIL images and files exported with uint8 contain bytes"
         raise DataError(f"the images are {images.dtype}, not floating-point numbers", hint=hint)
-    if images.ndim != 4 or any(side not in (None, own) for side, own in zip(size, images.shape[1:], strict=False)):
-        expected = " x ".join(str(side or "any") for side in size) or "channels x height x width"
+    if images.ndim != 4 or not all(map(is_allowed, images.shape[1:], size)):
+        names = (f"multiple of {side.step}" if isinstance(side, range) else str(side or "any") for side in size)
+        expected = " x ".join(names) or "channels x height x width"
         message = f"images of shape {format_shape(images.shape)} do not fit, expected batches of {expected}"
         raise DataError(message, hint="resize or convert them, or create the model with another img_size or in_chans")
 

@@ -19,16 +19,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from vitcompress.errors import DataError, InputError, first_line
 from vitcompress.io.tensors import LIBRARY_ERRORS
-from vitcompress.models.create import InputConfig
-from vitcompress.training.datasets import (
-    Images,
-    Size,
-    as_images,
-    check_batch,
-    image_size,
-    is_map_style,
-    stack_images,
-)
+from vitcompress.models.create import InputConfig, Size, image_size
+from vitcompress.training.datasets import Images, as_images, check_batch, is_map_style, stack_images
 from vitcompress.training.distributed import Runtime, derived_seed
 from vitcompress.training.options import Augmentation
 
