@@ -37,7 +37,7 @@ X = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
 def model(**changes: Any) -> nn.Module:
-    return vc.create_model("vit_tiny_patch16_224", num_classes=4, **{**ARGS, **changes})
+    return vc.create_model("vit_tiny_patch16_224", **{**ARGS, "num_classes": 4, **changes})
 
 
 def batches(count: int = 4) -> list[tuple[Tensor, Tensor]]:
@@ -168,6 +168,11 @@ def test_models_of_timm_itself_are_taken() -> None:
         (lambda: vc.plan(vc.create_model("resnet18"), "magnitude"), "cannot be pruned: it is a ResNet"),
         (lambda: vc.finetune(model(), batches(), augmentation={"mixup": 0.5}), "augmentation has no effect"),
         (lambda: vc.finetune(model(), batches(), batch_size=4), "batch_size has no effect"),
+        *(
+            (partial(vc.plan, model(num_classes=1), method, [(X, torch.zeros(3).long())], **options), "has one class")
+            for method, options in {"isomorphic": {"align": FINE}, "upvit": {"target_args": {"depth": 1}}}.items()
+        ),
+        (lambda: vc.finetune(model(num_classes=1), [(X, torch.zeros(3).long())], epochs=1), "has one class"),
         (
             lambda: vc.plan(model(), "isomorphic", [(batches()[0][0], torch.arange(5)), *batches()]),
             "16 images have labels of shape 5 ",

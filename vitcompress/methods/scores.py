@@ -20,6 +20,7 @@ from vitcompress.families import Space
 from vitcompress.methods.base import Context
 from vitcompress.methods.calibration import calibration_images
 from vitcompress.methods.options import Criterion
+from vitcompress.training.losses import check_outputs
 
 UNMEASURED = ("magnitude", "random")  # criteria that need no images
 Scores = dict[str, Tensor]
@@ -74,6 +75,7 @@ def gradients(model: nn.Module, context: Context, images: int) -> dict[str, Tens
     the gradients of 50 batch means, which is this sum up to a constant factor and gives the same ranking, for any batch
     size and number of processes. Raises VitcompressError if a gradient is not finite.
     """
+    check_outputs(model)
     copy = deepcopy(model).to(context.runtime.device).eval().requires_grad_(True)
     for inputs, targets in calibration_images(context, images):
         functional.cross_entropy(copy(inputs), targets, reduction="sum").backward()  # type: ignore[no-untyped-call]

@@ -251,7 +251,7 @@ def check_classifier(arch: str, args: Mapping[str, object], on_meta: nn.Module) 
     """Raise InputError if the model that timm builds with these arguments, `on_meta`, cannot classify an image."""
     if (classes := int(getattr(on_meta, "num_classes", 1))) < 1:
         message = f"{arch} with {args} has no classifier: num_classes is {classes}"
-        raise InputError(message, hint="set model.classes to 1 or more")
+        raise InputError(message, hint="set model.classes to 2 or more")
     size, logits = input_config(on_meta).size, None
     try:
         with torch.no_grad(), contextlib.suppress(NotImplementedError):  # an operation that needs values

@@ -36,6 +36,13 @@ def inner(module: nn.Module) -> nn.Module:
     return model if isinstance(model, nn.Module) else module
 
 
+def check_outputs(module: nn.Module) -> None:
+    """Raise InputError for a model with one class: its probability is always 1, whatever the weights are."""
+    if int(getattr(inner(module), "num_classes", 0)) == 1:
+        message = "the model has one class: no loss and no divergence of its outputs depends on its weights"
+        raise InputError(message, hint="use num_classes=2 for yes or no, or a method that ranks by weights (magnitude)")
+
+
 def has_two_heads(module: nn.Module) -> bool:
     """True for timm's distilled models, also inside a wrapper."""
     return hasattr(inner(module), "set_distilled_training")
@@ -153,8 +160,8 @@ def _patches(model: Any, maps: Tensor) -> Tensor:
 class Objective:
     """The loss of one batch: labels and, with a teacher, `options.share_of_labels` * labels + alpha * distillation.
 
-    module: the model that is trained. input: its preprocessing. Raises InputError for distillation without a teacher,
-    or with an `alpha` that leaves one of two heads untrained or lets the labels have a negative weight.
+    module: the model that is trained. input: its preprocessing. Raises InputError for one class, for distillation
+    without a teacher, or with an `alpha` that leaves one of two heads untrained or lets labels have a negative weight.
     """
 
     def __init__(
@@ -163,6 +170,8 @@ class Objective:
         labels, alpha = options.share_of_labels, options.alpha
         self.options = options
         self.teacher: Teacher | None = None
+        if options.distillation not in FEATURES:
+            check_outputs(module)
         if options.distillation == "none":
             return
         if teacher is None:

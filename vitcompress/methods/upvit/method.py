@@ -27,6 +27,7 @@ from vitcompress.methods.upvit.ranking import PROXY_BATCH, Ranker, best, too_few
 from vitcompress.methods.upvit.report import report
 from vitcompress.methods.upvit.target import Target, find_target
 from vitcompress.plan import Plan, is_within, module_of
+from vitcompress.training.losses import check_outputs
 
 
 def plan(model: nn.Module, context: Context, options: Options) -> Plan:
@@ -38,6 +39,7 @@ def plan(model: nn.Module, context: Context, options: Options) -> Plan:
     copy, proxy = deepcopy(model).to(context.runtime.device), calibration_images(context, options.images, PROXY_BATCH)
     ranker = Ranker(copy, context, options, target, proxy)
     if target.surplus or options.score not in UNMEASURED:
+        check_outputs(model)
         for remark in too_few_images(context.memo("proxy", lambda: {"images": proxy.total})["images"]):
             context.progress.note(remark)
     removed = ranker.rank_blocks()
