@@ -352,6 +352,11 @@ def test_data_of_another_form_is_rejected(tmp_path: Path) -> None:
     for use in (partial(vc.evaluate, model()), partial(vc.evaluate, file), partial(vc.finetune, model(), epochs=1)):
         with pytest.raises(InputError, match=r"the images are torch\.uint8"):
             use([((100 * images).byte(), labels)])
+    deep = Image.fromarray(np.full((8, 8), 1000, np.uint16))
+    with pytest.raises(DataError, match=r"image 0 of the data set .* more than 8 bits \(mode I;16\)"):
+        vc.finetune(model(), [(deep, 1)] * 4, epochs=1, batch_size=2)
+    with pytest.raises(DataError, match="image 1 of the data set"):
+        vc.evaluate(model(), [Pictures()[0], (deep, 1)])
     with pytest.raises(InputError, match="images of shape 16x1x12x12 do not fit, expected batches of 1 x 8 x 8"):
         vc.evaluate(file, [(torch.zeros(16, 1, 12, 12), labels)])
 

@@ -126,10 +126,12 @@ class MappedImages(Images):
             hint = "return a PIL image or a normalized tensor (C, H, W), and the index of its class"
             message = f"the items of {name} are not (image, class) pairs: {first_line(error)}"
             raise DataError(message, hint=hint) from error
+        if len(dataset) and not self.prepared:
+            decode(image, f"0 of {name}")
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         image, label = self.dataset[index]
-        return decode(BytesIO(image), f"{index} of {self.name}") if isinstance(image, bytes) else image, int(label)
+        return image if self.prepared else decode(image, f"{index} of {self.name}"), int(label)
 
 
 def is_map_style(data: Any) -> bool:
@@ -226,17 +228,26 @@ def class_names(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(names, key=natural_key))
 
 
-def decode(file: str | Path | BytesIO, name: str = "") -> Image.Image:
-    """The image in `file`, decoded, grey or RGB. name: of the image, for errors; default: `file`. Raises DataError."""
+def decode(file: str | Path | bytes | BytesIO | Image.Image, name: str = "") -> Image.Image:
+    """The image in `file`, decoded, grey or RGB; one of Pillow as it is. name: for errors; default: `file`.
+
+    Raises DataError.
+    """
     try:
-        with Image.open(file, formats=_FORMATS) as image:
+        if isinstance(file, Image.Image):
+            return _check_depth(file)
+        with Image.open(BytesIO(file) if isinstance(file, bytes) else file, formats=_FORMATS) as image:
             if image.width * image.height > _MOST_PIXELS:
                 raise ValueError(f"{image.width} x {image.height} pixels are more than {_MOST_PIXELS:,}")
-            if image.mode[0] in "IF":  # Pillow clips them to 255
-                raise ValueError(f"its pixels have more than 8 bits (mode {image.mode}); convert it to 8 bits")
-            return image.convert("L" if image.mode in ("1", "L") else "RGB")
+            return _check_depth(image).convert("L" if image.mode in ("1", "L") else "RGB")
     except _UNREADABLE as error:
-        raise DataError(f"image {name or file} cannot be read: {error}", hint="remove or replace this file") from error
+        raise DataError(f"image {name or file} cannot be read: {error}", hint="remove or replace it") from error
+
+
+def _check_depth(image: Image.Image) -> Image.Image:
+    if image.mode[0] in "IF":  # Pillow clips them to 255
+        raise ValueError(f"its pixels have more than 8 bits (mode {image.mode}); convert it to 8 bits")
+    return image
 
 
 def _problem(file: Path) -> str:
