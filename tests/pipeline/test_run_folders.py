@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import whole_runs as world
+from command_line import expect_error
 from whole_runs import SMALL, tree, with_steps
 
 from vitcompress.errors import ArtifactError, InputError, OutputError, PlanError, WeightsError
@@ -77,14 +78,16 @@ def unlocked(folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-def test_two_runs_do_not_share_a_folder(small: Path, fresh: bool) -> None:
-    """The second one changes nothing, not even unfinished files of the first one."""
+def test_two_runs_do_not_share_a_folder(small: Path, fresh: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one changes nothing, not even unfinished files of the first one; nor does `vitcompress verify`."""
+    monkeypatch.chdir(small)
     (small / "run" / "report.json").unlink()
     (small / "run" / "state" / ".a.json.12345678.part").write_text("half")
     with claim_folder(small / "run" / "state"):
         before = unlocked(small)
         with pytest.raises(OutputError, match="another process is working in"):
             world.run(small, *world.BARE, text=SMALL, fresh=fresh)
+        assert "another process is working in" in expect_error("verify", "run")
         assert unlocked(small) == before
     world.run(small, *world.BARE, text=SMALL, fresh=fresh)
     assert (small / "run" / "report.json").is_file() and not list((small / "run").rglob("*.part"))

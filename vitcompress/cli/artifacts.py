@@ -32,7 +32,7 @@ def verify(folder: Path, require_verified: bool, adopt: bool) -> int:
         from vitcompress.cli.output import tables
         from vitcompress.io.manifest import REMEDY
         from vitcompress.io.run_folder import RunFolder
-        from vitcompress.pipeline.folder import dense_folder_of_run
+        from vitcompress.pipeline.folder import claim_run, dense_folder_of_run
         from vitcompress.pipeline.report import refresh_reports
         from vitcompress.verify.folder import verify_folder
 
@@ -40,8 +40,9 @@ def verify(folder: Path, require_verified: bool, adopt: bool) -> int:
         dense = None
         with suppress(RecipeError) if RunFolder(folder).manifest.exists() else nullcontext():  # which has its hash
             dense = dense_folder_of_run(folder)
-        verification = verify_folder(folder, dense=dense, progress=progress, adopt=adopt)
-        refresh_reports([folder], progress)
+        with claim_run(folder):
+            verification = verify_folder(folder, dense=dense, progress=progress, adopt=adopt)
+            refresh_reports([folder], progress)
         data = cast(VerificationRecord, {"weights": {"tensors": [], "files": []}, **verification.to_dict()})
         weights = files.weight_table(data["weights"])
     summary = [*files.describe_bytes(data["weights"]), count_verdicts(data)]

@@ -3,11 +3,12 @@
 Only files that runs write are ever removed, and only from folders whose recipe.toml begins with `HEADER`.
 """
 
+import os
 import shutil
 import tempfile
 import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -126,6 +127,14 @@ def claim_folder(folder: Path, progress: Progress | None = None) -> Iterator[Non
             locked = lock.acquire()
     with locked:
         yield
+
+
+def claim_run(folder: Path) -> AbstractContextManager[None]:
+    """`claim_folder` of a run that may be working in `folder`; nothing for other and read-only folders, and links."""
+    state = RunFolder(folder).state
+    lock = RunFolder(state).lock
+    own = lock.is_file() and not (state.is_symlink() or lock.is_symlink()) and os.access(lock, os.W_OK)
+    return claim_folder(state) if own else nullcontext()
 
 
 @contextmanager
