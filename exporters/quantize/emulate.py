@@ -1,8 +1,9 @@
 """Evaluate or train a model in torch as a file in eight bits computes it, or with random errors of the same size."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -48,13 +49,28 @@ def stored_tensors(model: nn.Module, settings: Quantization) -> dict[str, Tensor
 
 
 class EightBitProducts(TorchFunctionMode):
-    """While active, the layers of `model` that `settings` names multiply as `round_values` states."""
+    """While active, the layers and attentions of `model` that `settings` names multiply as `round_values` states."""
 
     def __init__(self, model: nn.Module, settings: Quantization, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.settings, self.generator = settings, generator
         self.layers = {id(p): name.removesuffix(WEIGHT) for name, p in model.named_parameters(remove_duplicate=False)}
-        self.cores = any(CORE in key for key in settings.ranges)
+        cores = {key.partition(CORE)[0] for key in settings.ranges if CORE in key}
+        self.attentions = [module for name, module in model.named_modules() if name in cores]
+        self.inside, self.hooks = False, ExitStack()  # one of these attentions
+
+    def __enter__(self) -> Self:
+        for module in self.attentions:
+            self.hooks.callback(module.register_forward_pre_hook(lambda *args: self._set_inside(True)).remove)
+            self.hooks.callback(module.register_forward_hook(lambda *args: self._set_inside(False)).remove)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.hooks.close()
+        super().__exit__(*error)
+
+    def _set_inside(self, inside: bool) -> None:
+        self.inside = inside
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -68,7 +84,7 @@ class EightBitProducts(TorchFunctionMode):
                 biases = [b + ((b / sizes).round() * sizes - b).detach() for b in biases if b is not None]
             x = round_values(x, scale, precision, self.generator)
             args = (x, round_values(weight, steps, precision, self.generator), *biases)
-        elif self.cores and func in (F.scaled_dot_product_attention, *PRODUCTS):
+        elif self.inside and func in (F.scaled_dot_product_attention, *PRODUCTS):
             # Only products of attentions have no weight. Precision does not depend on the scale.
             count = 2 if func in PRODUCTS else 3
             scaled = ((x, float(x.abs().max()) / largest or 1.0) for x in args[:count])

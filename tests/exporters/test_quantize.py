@@ -106,6 +106,18 @@ def test_the_file_computes_what_its_emulation_computes(tmp_path: Path, uint8: bo
             assert 0 < float((rounded_logits(tmp_path / "model.onnx", x) - emulated).abs().max()) + 1e-9 < 0.5 * error
 
 
+def test_only_the_attentions_with_ranges_are_emulated() -> None:
+    exact, x = model(), torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
+    blocks = [exact.get_submodule(f"blocks.{number}") for number in (0, 1)]
+    ranges = {f"blocks.1.attn.softmax.{product}.{side}": 1.0 for product in (0, 1) for side in (0, 1)}
+    with torch.no_grad():
+        plain = [block(x) for block in blocks]
+        with EightBitProducts(exact, Quantization("fp8", ranges, "float_bias")):
+            emulated = [block(x) for block in blocks]
+        assert torch.equal(emulated[0], plain[0]) and not torch.equal(emulated[1], plain[1])
+        assert torch.equal(blocks[1](x), plain[1]), "hooks are left"
+
+
 def test_values_beyond_the_range_are_clipped_as_in_the_file(tmp_path: Path) -> None:
     """int8 has one number more below 0 than above."""
     exact = model()

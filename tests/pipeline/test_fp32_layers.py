@@ -29,7 +29,7 @@ from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.checkpoint import write_model
 from vitcompress.models.create import input_config, plan_of
-from vitcompress.pipeline import fp32_layers
+from vitcompress.pipeline import export, fp32_layers
 from vitcompress.pipeline.calibration import Calibration
 from vitcompress.pipeline.export import write_export
 from vitcompress.pipeline.fp32_layers import Evaluator, Layers, Search, best_evaluator, minimize, search
@@ -242,6 +242,10 @@ def search_int8(
     return write_export(EXPORTERS[name], Original(model, X), path, options=options, **about)
 
 
+def quantization_of(done: Exported) -> dict[str, Any]:
+    return dict(json.loads(done.metadata["quantization"]))
+
+
 @pytest.mark.parametrize(("create", "smooth"), [(plain, False), (with_outlier, True)])
 def test_all_layers_are_in_int8_without_an_outlier_or_with_rescaled_layers(
     tmp_path: Path, create: Callable[[], nn.Module], smooth: bool
@@ -273,6 +277,23 @@ def test_only_the_layer_with_an_outlier_stays_out_of_int8_and_has_a_cost(
         assert cost["speed"] == {} and "12.5 % fewer products" in line
     else:
         assert cost["speed"]["median"] > 0 and "as fast" in line
+
+
+def test_an_attention_may_be_the_layer_that_stays_out_of_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU on which nothing passes without it."""
+    core = "blocks.1.attn.softmax"
+
+    def evaluate(layers: Layers) -> list[Check]:
+        return [Check("agreement", "passed" if core in layers else "failed")]
+
+    monkeypatch.setattr(export, "best_evaluator", lambda *about: Evaluator("simulated", True, evaluate))
+    done = search_int8(tmp_path, plain(), "onnx", traces(plain), precision="fp8")
+    result: Any = done.islands_search
+    assert result["chosen"] == (core,) and not any(core in key for key in quantization_of(done)["ranges"])
+    assert any("blocks.0.attn.softmax" in key for key in quantization_of(done)["ranges"])
+    products, work = 2 * 5 * 5 * 16, 5 * 16 * 16 * (3 + 1 + 2 + 2)  # in a block: of both products, and of its layers
+    assert result["costs"][core]["divergence"] > 0
+    assert result["costs"][core]["macs"] == pytest.approx(products / (2 * (products + work)))
 
 
 @pytest.mark.parametrize("islands", [(), ("auto",)])

@@ -57,6 +57,13 @@ def count_flops(model: nn.Module, input_size: tuple[int, int, int]) -> dict[str,
     return dict(counter.get_flop_counts())
 
 
+def count_by_module(model: nn.Module, input_size: tuple[int, int, int]) -> dict[str, Cost]:
+    """Module, such as `blocks.0.attn` -> its cost, of all modules that compute products."""
+    modules, root = dict(model.named_modules()), type(model).__name__
+    flops = {path.removeprefix(root).lstrip("."): work for path, work in count_flops(model, input_size).items()}
+    return {path: _cost(modules[path], work) for path, work in flops.items() if path in modules}
+
+
 def copy_to_meta(model: nn.Module) -> nn.Module:
     """A copy on the meta device, in eval mode and without hooks, which may read values or store what they receive.
 
@@ -86,9 +93,7 @@ def planned_cost(model: nn.Module, input_size: tuple[int, int, int]) -> Callable
     spaces = [space for space in family.spaces(model) if space.attention]
     before = shapes_of(model.state_dict())
     parameters = [name for name, _ in model.named_parameters()]
-    modules, root = dict(model.named_modules()), type(model).__name__
-    flops = {path.removeprefix(root).lstrip("."): work for path, work in count_flops(model, input_size).items()}
-    parts = {path: _cost(modules[path], work) for path, work in flops.items() if path in modules}
+    parts = count_by_module(model, input_size)
     whole = parts[""]
     layers = {f"{path}.weight": part.macs_linear for path, part in parts.items() if f"{path}.weight" in before}
     products = {name: parts[name].macs - parts[name].macs_linear for name in {s.attention for s in spaces}}

@@ -16,7 +16,7 @@ from vitcompress.errors import ArtifactError, CheckFailedError, DeviceError, Inp
 from vitcompress.exporters.base import Exported, Exporter, ModelInfo, write_sidecar
 from vitcompress.exporters.onnx.export import prepare_quantized
 from vitcompress.exporters.options import AUTO, ONLY_EIGHT_BITS, ExportOptions
-from vitcompress.exporters.precision import expand_layers, present_layers
+from vitcompress.exporters.precision import SOFTMAX, expand_layers, present_layers
 from vitcompress.exporters.ranges import check_fp16, scan_ranges
 from vitcompress.exporters.runtimes import find_exporter, open_runner
 from vitcompress.exporters.sidecar import read_sidecar
@@ -27,7 +27,7 @@ from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.text import format_percent, format_speedup
 from vitcompress.models.checkpoint import load_model
-from vitcompress.models.cost import count_flops
+from vitcompress.models.cost import count_by_module
 from vitcompress.models.create import class_names_of, input_config, plan_of
 from vitcompress.pipeline.calibration import Calibration
 from vitcompress.pipeline.fp32_layers import NO_RANGES, Layers, Search, best_evaluator, rank_layers, search
@@ -119,8 +119,9 @@ def _add_costs(
 ) -> Exported:
     """`exported` with its search and the `costs`. changes: of `rank_layers`. write(path, islands=): a file like it."""
     kept, lines = expand_layers(model, result.chosen or ()), [*exported.build.get("warnings", ())]
-    flops, costs = count_flops(model, input_config(model).size), dict[str, Mapping[str, Any]]()
-    macs = {layer: sum(flops[f"{type(model).__name__}.{layer}"].values()) for layer in changes}
+    work, costs = count_by_module(model, input_config(model).size), dict[str, Mapping[str, Any]]()
+    parts = {layer: work[layer.removesuffix(SOFTMAX)] for layer in changes}
+    macs = {name: part.macs - part.macs_linear * name.endswith(SOFTMAX) for name, part in parts.items()}
     total = sum(macs.values())
     for layer in (layer for layer in changes if is_within(layer, kept)):
         bench = _measure_over(exported, partial(write, islands=tuple(name for name in kept if name != layer)))

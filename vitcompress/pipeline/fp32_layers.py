@@ -27,7 +27,7 @@ from vitcompress.exporters.base import Export, Exporter, ModelInfo
 from vitcompress.exporters.doctor import onnx_problem
 from vitcompress.exporters.onnx.export import ONNX, export
 from vitcompress.exporters.options import ExportOptions
-from vitcompress.exporters.precision import expand_layers, shorten_layers
+from vitcompress.exporters.precision import SOFTMAX, expand_layers, shorten_layers
 from vitcompress.exporters.quantize.emulate import EightBitProducts
 from vitcompress.exporters.quantize.graph import CORE, Quantization
 from vitcompress.exporters.quantize.smooth import rescale
@@ -36,6 +36,7 @@ from vitcompress.exporters.tensorrt.export import RTX_DEFAULT, TENSORRT_RTX
 from vitcompress.exporters.tensorrt.flavours import capability
 from vitcompress.io.checks import Check
 from vitcompress.io.progress import Progress
+from vitcompress.plan import is_within
 from vitcompress.verify.outputs import Original, output_checks, rounded_checks
 from vitcompress.verify.tolerance import kl_divergence
 
@@ -149,11 +150,14 @@ def search(
 
 @torch.no_grad()
 def rank_layers(original: Original, settings: Quantization) -> dict[str, float]:
-    """Linear layer -> mean KL divergence of the outputs with only this layer in eight bits, the largest first."""
+    """Linear layer or attention -> mean KL divergence of the outputs with only this one in eight bits, the largest
+    first.
+    """
     images, model = original.images[:RANK_IMAGES], rescale(deepcopy(original.model).float(), settings.factors)
     exact, changes = model(images), dict[str, float]()
-    for layer in (key for key in settings.ranges if CORE not in key):
-        with EightBitProducts(model, replace(settings, ranges={layer: settings.ranges[layer]})):
+    for layer in dict.fromkeys(key.partition(CORE)[0] + SOFTMAX * (CORE in key) for key in settings.ranges):
+        own = {key: size for key, size in settings.ranges.items() if is_within(key, (layer,))}
+        with EightBitProducts(model, replace(settings, ranges=own)):
             changes[layer] = float(kl_divergence(exact, model(images)).mean())
     return dict(sorted(changes.items(), key=lambda item: -item[1]))
 
