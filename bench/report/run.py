@@ -133,12 +133,12 @@ def _accuracy_rows(report: records.Report) -> Iterator[Row]:
         yield "accuracy", NOT_MEASURED, NOT_MEASURED, ""
         return
     points = {name: describe_difference(test) for name, test in paired_tests(report)}
-    longer = "" if epochs is None or "control" in accuracy else f" (compressed: {epochs} more epochs of training)"
+    more = f"{epochs} more epoch{'s' * (epochs != 1)}"
+    longer = "" if epochs is None or "control" in accuracy else f" (compressed: {more} of training)"
     after, change = format_accuracy(accuracy["compressed"]), points.get("the dense model", "")
     yield f"accuracy, test images{longer}", format_accuracy(accuracy["dense"]), after, change
     if control := accuracy.get("control"):
-        label = f"accuracy, before: control (dense, {epochs} more epochs)"
-        yield label, format_accuracy(control), after, points["the control"]
+        yield f"accuracy, before: control (dense, {more})", format_accuracy(control), after, points["the control"]
 
 
 def _speed_rows(entry: records.BenchRecord) -> Iterator[Row]:

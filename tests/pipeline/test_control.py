@@ -62,6 +62,7 @@ def test_a_control_is_added_to_a_finished_run_which_keeps_everything_else(home: 
     plain = read_json(home / "run" / "report.json")
     assert plain["extra_epochs"] == 2 and "control" not in plain["accuracy"]
     assert first_rows(plain)[0][0] == "accuracy, test images (compressed: 2 more epochs of training)"
+    assert "1 more epoch of training" in first_rows({**plain, "extra_epochs": 1})[0][0]
     before = world.tree(home)
 
     result, progress = run(home, control=True)
