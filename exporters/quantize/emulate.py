@@ -61,16 +61,13 @@ class EightBitProducts(TorchFunctionMode):
 
     def __enter__(self) -> Self:
         for module in self.attentions:
-            self.hooks.callback(module.register_forward_pre_hook(lambda *args: self._set_inside(True)).remove)
-            self.hooks.callback(module.register_forward_hook(lambda *args: self._set_inside(False)).remove)
+            self.hooks.callback(module.register_forward_pre_hook(lambda *args: setattr(self, "inside", True)).remove)
+            self.hooks.callback(module.register_forward_hook(lambda *args: setattr(self, "inside", False)).remove)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self.hooks.close()
         super().__exit__(*error)
-
-    def _set_inside(self, inside: bool) -> None:
-        self.inside = inside
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

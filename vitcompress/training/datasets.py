@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Sequence
+from contextlib import nullcontext
 from io import BytesIO
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -229,25 +230,17 @@ def class_names(folder: Path) -> tuple[str, ...]:
 
 
 def decode(file: str | Path | bytes | BytesIO | Image.Image, name: str = "") -> Image.Image:
-    """The image in `file`, decoded, grey or RGB; one of Pillow as it is. name: for errors; default: `file`.
-
-    Raises DataError.
-    """
+    """The image in `file`, grey or RGB; one of Pillow as it is. name: for errors; default: `file`. Raises DataError."""
     try:
-        if isinstance(file, Image.Image):
-            return _check_depth(file)
-        with Image.open(BytesIO(file) if isinstance(file, bytes) else file, formats=_FORMATS) as image:
+        source = BytesIO(file) if isinstance(file, bytes) else file
+        with nullcontext(file) if isinstance(file, Image.Image) else Image.open(source, formats=_FORMATS) as image:
             if image.width * image.height > _MOST_PIXELS:
                 raise ValueError(f"{image.width} x {image.height} pixels are more than {_MOST_PIXELS:,}")
-            return _check_depth(image).convert("L" if image.mode in ("1", "L") else "RGB")
+            if image.mode[0] in "IF":  # Pillow clips them to 255
+                raise ValueError(f"its pixels have more than 8 bits (mode {image.mode}); convert it to 8 bits")
+            return image if image is file else image.convert("L" if image.mode in ("1", "L") else "RGB")
     except _UNREADABLE as error:
         raise DataError(f"image {name or file} cannot be read: {error}", hint="remove or replace it") from error
-
-
-def _check_depth(image: Image.Image) -> Image.Image:
-    if image.mode[0] in "IF":  # Pillow clips them to 255
-        raise ValueError(f"its pixels have more than 8 bits (mode {image.mode}); convert it to 8 bits")
-    return image
 
 
 def _problem(file: Path) -> str:
