@@ -160,6 +160,8 @@ def test_widths_that_may_not_shrink_bound_the_range() -> None:
 def test_an_alignment_larger_than_the_width_is_rejected() -> None:
     with pytest.raises(PlanError, match="multiples of 512, but b0 has only 256"):
         ranking(HALF, {"ffn": 512})
+    whole = ranking({"ffn": 1.0, "residual": 0.5}, {"ffn": 512}).counts()  # what is not pruned keeps its width
+    assert whole["b0"] == 256 and whole["residual"] == 128
 
 
 @pytest.mark.parametrize("scores", [torch.tensor([1.0, torch.nan]), torch.zeros(3)])

@@ -76,7 +76,7 @@ class Ranking:
 
     keep: scope -> share of its channels. units: kind -> number of which kept widths are multiples, by default 1. down:
     round down, as the released isomorphic pruning does, instead of to the nearest multiple. Raises PlanError if a unit
-    is larger than a width.
+    is larger than a width that is pruned.
     """
 
     groups: tuple[Group, ...]
@@ -86,7 +86,7 @@ class Ranking:
 
     def __post_init__(self) -> None:
         for group in self.groups:
-            if (unit := self.units.get(group.kind, 1)) > group.size:
+            if (unit := self.units.get(group.kind, 1)) > group.size and self.keep[group.scope] < 1:
                 raise PlanError(
                     f"{group.kind} widths must be multiples of {unit}, but {group.name} has only {group.size}",
                     hint=f"set align.{group.kind} (or round_to) of the step to {group.size} or less",

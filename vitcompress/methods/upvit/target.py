@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from vitcompress.errors import PlanError
+from vitcompress.errors import InputError, PlanError
 from vitcompress.families import Family, Site, Space, family_of
 from vitcompress.methods.base import reject_unused
 from vitcompress.methods.latency import check_target
@@ -130,8 +130,7 @@ def standard_blocks(model: nn.Module, family: Family) -> dict[str, list[Block]]:
 def find_target(model: nn.Module, family: Family, base: Plan, options: Options) -> Target:
     """The target of `options`.
 
-    Raises PlanError if none is set, the model cannot become it, or an option has no effect; InputError if timm cannot
-    build it.
+    Raises PlanError if none is set, timm cannot build it, the model cannot become it, or an option has no effect.
     """
     check_target(options)
     name = None if options.target == "latency" else options.target
@@ -140,7 +139,10 @@ def find_target(model: nn.Module, family: Family, base: Plan, options: Options) 
     spaces = family.spaces(model)
     _check_family(family, spaces)
     arch, arch_args = name or base.arch, {**base.arch_args, **options.target_args}
-    standard = create_on_meta(arch, arch_args)
+    try:
+        standard = create_on_meta(arch, arch_args)
+    except InputError as error:
+        raise PlanError(error.message, hint="set other sizes in target_args, or another target") from None
     there, here = _Layout.of(standard, family_of(standard)), _Layout.of(model, family)
     stages = _stages(model, family, base, only_widths=there.depths == here.depths)
     if stages:
