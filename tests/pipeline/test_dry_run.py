@@ -75,6 +75,12 @@ def test_a_warm_up_longer_than_the_training_is_a_note() -> None:
     assert note == "warmup_epochs is 9 of 1 epochs: the learning rate never peaks."
 
 
+def test_a_final_learning_rate_above_the_peak_is_a_note() -> None:
+    """Of the fine-tuning here, and of any other training, such as one in eight bits with a tenth of its rate."""
+    (note,) = dry_run(0, "recipe", "small.toml", "--set", "finetune.lr=1e-6")["notes"]
+    assert note == "min_lr is 1e-05, the peak 1e-06: the learning rate stays at the peak."
+
+
 def test_costs_need_no_data() -> None:
     result = dry_run(0, "recipe", "deit_s_hetdpt")
     assert result["missing"] == [] and result["notes"][0] == "no data folder is set: set it with --data PATH"

@@ -72,7 +72,7 @@ class FastTraining:
     images_per_class: Annotated[int, Ge(0), Doc("training images of each class; 0: all")] = 100
     batch_size: Annotated[int | None, Ge(1), Doc("None: that of [finetune]")] = None
     lr: Annotated[float | None, Gt(0), Doc("peak learning rate; None: 5e-5 per 512 images of the batch")] = None
-    min_lr: Annotated[float, Ge(0), Doc("final learning rate")] = 1e-5
+    min_lr: Annotated[float, Ge(0), Doc("final learning rate, at most the peak")] = 1e-5
     weight_decay: Annotated[float, Ge(0), Doc("of matrices")] = 0.05
 
 

@@ -190,7 +190,7 @@ class Job:
         return "cpu" if self.onnx_problem else str(self.runtime.device)
 
     def notes(self) -> Iterator[str]:
-        """Notes on weights without a revision, images that are left out, long warm-ups, and ONNX files elsewhere."""
+        """Notes on weights without a revision, left-out images, schedules without effect, and ONNX files elsewhere."""
         if (name := self.resolved.weights).startswith(HUB) and name not in vars(self.recipe.model).values():
             yield f"The weights are {name}; use this name with --weights to get the same again."
         if skipped := () if self.data is None else self.data.skipped:
@@ -198,6 +198,8 @@ class Job:
         for own in filter(None, (self.recipe.dense, *self.trainings)):
             if 0 < own.epochs < own.warmup_epochs:
                 yield f"warmup_epochs is {own.warmup_epochs} of {own.epochs} epochs: the learning rate never peaks."
+            if own.epochs and own.schedule == "cosine" and own.min_lr > own.peak_lr:
+                yield f"min_lr is {own.min_lr:g}, the peak {own.peak_lr:g}: the learning rate stays at the peak."
         if "onnx" in self.recipe.export.formats and self.onnx_problem:
             reason = f"ONNX Runtime does not work on {self.runtime.device} here ({self.onnx_problem})"
             yield f"ONNX files are evaluated and measured on the CPU: {reason}."

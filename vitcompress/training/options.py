@@ -87,7 +87,7 @@ class TrainOptions:
     optimizer: Annotated[str, Doc("name of a timm optimizer")] = "adamw"
     lr: Annotated[float, Ge(0), Doc("peak learning rate")] = 1e-3
     lr_base: Annotated[float | None, Gt(0), Doc("peak learning rate per 512 images of batch_size; replaces lr")] = None
-    min_lr: Annotated[float, Ge(0), Doc("final learning rate")] = 1e-5
+    min_lr: Annotated[float, Ge(0), Doc("final learning rate, at most the peak")] = 1e-5
     warmup_epochs: Annotated[int, Ge(0), Doc("epochs in which the learning rate rises from warmup_lr to the peak")] = 0
     warmup_lr: Annotated[float, Ge(0), Doc("initial learning rate")] = 1e-6
     schedule: Annotated[Literal["cosine", "constant"], Doc("of the learning rate after the warm-up")] = "cosine"
