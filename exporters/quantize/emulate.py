@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,15 +59,15 @@ class EightBitProducts(TorchFunctionMode):
         self.attentions = [module for name, module in model.named_modules() if name in cores]
         self.inside, self.hooks = False, ExitStack()  # one of these attentions
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Any:
         for module in self.attentions:
             self.hooks.callback(module.register_forward_pre_hook(lambda *args: setattr(self, "inside", True)).remove)
             self.hooks.callback(module.register_forward_hook(lambda *args: setattr(self, "inside", False)).remove)
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         self.hooks.close()
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -276,7 +276,7 @@ def _message(error: Exception) -> str:
 
 def image_size(model: Any) -> Size:
     """Channels, height and width of the images that `model`, of timm, takes."""
-    embed = getattr(model, "patch_embed", None)
+    embed: Any = getattr(model, "patch_embed", None)
     sides: Any = getattr(embed, "img_size", None) or (None, None)
     if sides[0] and not getattr(embed, "strict_img_size", False):
         any_size = getattr(embed, "dynamic_img_pad", True)
@@ -296,7 +296,7 @@ def input_config(model: nn.Module) -> InputConfig:
     """
     config = resolve_model_data_config(model := unwrap(model))
     channels = int(getattr(model, "in_chans", config["input_size"][0]))
-    embed = getattr(model, "patch_embed", None)
+    embed: Any = getattr(model, "patch_embed", None)
     height, width = getattr(embed, "img_size", None) or config["input_size"][1:]
     if not all(map(is_allowed, (height, width), image_size(model)[1:])):
         message = f"patches of {format_shape(embed.patch_size)} pixels do not divide images of {height}x{width}"

@@ -229,8 +229,11 @@ def class_names(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(names, key=natural_key))
 
 
-def decode(file: str | Path | bytes | BytesIO | Image.Image, name: str = "") -> Image.Image:
-    """The image in `file`, grey or RGB; one of Pillow as it is. name: for errors; default: `file`. Raises DataError."""
+def decode(file: Any, name: str = "") -> Image.Image:
+    """The image in `file` (a path, bytes, a binary file), grey or RGB; one of Pillow as it is. name: for errors.
+
+    Raises DataError, also for pixels of more than 8 bits.
+    """
     try:
         source = BytesIO(file) if isinstance(file, bytes) else file
         with nullcontext(file) if isinstance(file, Image.Image) else Image.open(source, formats=_FORMATS) as image:
