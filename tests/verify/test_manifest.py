@@ -85,6 +85,13 @@ def test_a_finished_run_lists_all_of_its_files(run: Path) -> None:
     assert [check.verdict for check in manifest_checks(RunFolder(run))] == ["passed"]
 
 
+def test_a_trained_dense_model_lists_all_of_its_files(run: Path) -> None:
+    (dense, *_) = run.parent.glob("dense-*")
+    manifest = read_manifest(dense)
+    assert manifest and sorted([*manifest["files"], "manifest.json"]) == relatives(dense)
+    assert {"settings.json", "training.json", "model.safetensors"} <= set(manifest["files"])
+
+
 @pytest.mark.parametrize("kind", CHANGES)
 def test_every_change_of_every_file_fails_and_names_the_file(run: Path, kind: str) -> None:
     other, count = run.parent / "other", 0

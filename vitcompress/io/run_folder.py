@@ -103,13 +103,13 @@ class RunFolder:
         yield self.recipe
 
     def files(self) -> Iterator[Path]:
-        """The files that the manifest lists: those of runs, and exports under other names, which have a sidecar.
+        """The files that the manifest lists: those of runs and of dense models, and all exports with a sidecar.
 
         Not signatures: the manifest is signed.
         """
         starts = tuple(f"{Path(path.stem).stem}." for path in self.path.glob("*.*.json"))
         exports = {path for path in self.path.glob("*.*") if path.name.startswith(starts)}
-        for path in sorted({*self.run_files(), *exports} - {self.manifest}):
+        for path in sorted({*self.run_files(), self.settings, self.training, *exports} - {self.manifest}):
             inside = path.rglob("*") if path.is_dir() and not path.is_symlink() else (path,)
             seen = (path for path in inside if not path.name.startswith(".") and path.suffix != SIGNATURE)  # no locks
             yield from (path for path in seen if path.is_file() and not path.is_symlink())
