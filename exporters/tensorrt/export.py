@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Unpack, get_args
+from typing import Unpack
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from vitcompress.exporters.base import Exported, Exporter, ModelInfo, record_exp
 from vitcompress.exporters.onnx import export as onnx_export
 from vitcompress.exporters.onnx import file
 from vitcompress.exporters.onnx.export import ATTENTION_NODE_FROM, ONNX
-from vitcompress.exporters.options import ExportOptions, Precision
+from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.precision import HALF
 from vitcompress.exporters.quantize.graph import CORE
 from vitcompress.exporters.runner import RunnerOptions
@@ -38,8 +38,9 @@ RTX_DEFAULT = (80, 86, 89, 120)  # Ampere, Ada and Blackwell: the default target
 DATA_CENTRE = (90, 100, 103, 107, 110)
 TURING = 75  # compute capability
 COMMON = ONNX.uses | {"batch", "sm", "workspace", "keep_onnx"}
+PRECISIONS = ("tf32", *onnx_export.PRECISIONS)
+FP8_FROM = 89  # compute capability: Ada
 # They need a GPU, or parts that TensorRT for RTX lacks; its engines are the same bytes at each optimization level.
-FP8 = (89, 90, 120)  # compute capabilities
 ONLY_TRT = {"timing_cache", "hardware_compatible", "version_compatible", "optimization_level"}
 RECORDED = ("optimization_level", "workspace", "hardware_compatible", "version_compatible")  # as they are
 NO_GPU = "TensorRT builds on a GPU, and there is none here"
@@ -184,16 +185,16 @@ def cannot_run(flavour: Flavour) -> str | None:
 
 def check_options(flavour: Flavour, options: ExportOptions) -> None:
     """Raise InputError for unsupported options, including those of the ONNX file."""
-    precision, precisions = options.precision, get_args(Precision)
-    if precision not in precisions:
-        raise InputError(f"{flavour.title} has no precision {precision!r}", hint=f"use one of {', '.join(precisions)}")
+    precision = options.precision
+    if precision not in PRECISIONS:
+        raise InputError(f"{flavour.title} has no precision {precision!r}", hint=f"use one of {', '.join(PRECISIONS)}")
     ONNX.check(onnx_options(options))
     here = capability()
     targets = options.sm or (RTX_DEFAULT if flavour is RTX else () if here is None else (here,))
-    if precision == "fp8" and (others := [target for target in targets if target not in FP8]):
+    if precision == "fp8" and (others := [target for target in targets if target < FP8_FROM]):
         raise InputError(
-            f"compute capability {', '.join(map(str, others))} has no products in fp8, which Ada (89), Hopper (90) and "
-            "Blackwell (120) have",
+            f"compute capability {', '.join(map(str, others))} has no products in fp8, which GPUs have from "
+            f"{FP8_FROM} (Ada) on",
             hint="use --precision int8, or --sm 89,120",
         )
     if flavour is not RTX:

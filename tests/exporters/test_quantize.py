@@ -428,6 +428,7 @@ def test_wrong_input(tmp_path: Path) -> None:
         ("trt-rtx", {"precision": "fp8", "sm": (80, 89)}, "compute capability 80 has no products in fp8"),
         ("trt-rtx", {"precision": "fp8"}, "compute capability 80, 86 has no products in fp8"),
         ("trt-rtx", {"precision": "int8", "sm": (75,)}, "supports fp16 only"),
+        ("trt-rtx", {"precision": "int8+bf16"}, "no precision 'int8.bf16': use one of tf32, fp32, fp16, bf16, int8, fp8$"),
     ],
 )
 def test_unsupported_options(name: str, options: dict[str, Any], text: str) -> None:
@@ -435,6 +436,13 @@ def test_unsupported_options(name: str, options: dict[str, Any], text: str) -> N
         with pytest.raises(InputError) as caught:
             EXPORTERS[name].check(ExportOptions(**options))
         assert re.search(text, f"{caught.value.message}: {caught.value.hint}")
+
+
+def test_fp8_is_for_all_compute_capabilities_from_ada_on() -> None:
+    for target in (89, 90, 100, 103, 120, 121):
+        EXPORTERS["trt"].check(ExportOptions("fp8", sm=(target,)))
+    with pytest.raises(InputError, match=r"86, 87 has no products in fp8, which GPUs have from 89 \(Ada\) on"):
+        EXPORTERS["trt"].check(ExportOptions("fp8", sm=(89, 86, 87)))
 
 
 def test_without_images_there_are_no_ranges(tmp_path: Path) -> None:
