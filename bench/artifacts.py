@@ -48,9 +48,10 @@ ALL = {
 def open_artifacts(
     artifacts: Sequence[str | Path], options: RunnerOptions, variants: str | None, stack: ExitStack
 ) -> dict[Runner, tuple[str | Path, str | None]]:
-    """One runner for each artifact, for those that run in torch one per variant; `stack` closes them. Also what each
-    runner is of: (artifact, variant or None). Raises ArtifactError or DeviceError if one of them cannot run with these
-    options, and InputError for unknown variants, or a setting that a runtime does not have.
+    """Open one runner per artifact, and one per variant of those that run in torch; `stack` closes them.
+
+    Returns runner -> (artifact, variant or None). Raises ArtifactError or DeviceError if one of them cannot run with
+    these options, and InputError for unknown variants, or a setting that a runtime does not have.
     """
     device = _default_device(artifacts, options.device)
     settings = {} if variants is None else parse_variants(variants, device)
@@ -87,7 +88,10 @@ def synthetic_images(size: tuple[int, int, int], batch: int, seed: int) -> Tenso
 
 
 def parse_variants(variants: str, device: str | None) -> dict[str, Settings]:
-    """The settings of each variant in `fp32,fp16+compile`; `all` means those that this kind of device supports."""
+    """The settings of each variant in `fp32,fp16+compile`; `all` means those that this kind of device supports.
+
+    Raises InputError for no variant, an unknown word, or two settings of the same kind in one variant.
+    """
     kind = str(device or "cpu").partition(":")[0]
     names: Sequence[str] = [name.strip() for name in variants.split(",") if name.strip()]
     if not names:
@@ -99,7 +103,11 @@ def parse_variants(variants: str, device: str | None) -> dict[str, Settings]:
         if word not in WORDS:
             hint = f"join words from {', '.join(WORDS)} with +, as in fp32,fp16+compile, or use all"
             raise InputError(f"there is no variant {word!r}{did_you_mean(word, WORDS)}", hint=hint)
-    return {name: {key: v for word in name.split("+") for key, v in WORDS[word].items()} for name in names}
+    settings = {name: [pair for word in name.split("+") for pair in WORDS[word].items()] for name in names}
+    for name, pairs in settings.items():
+        if len(pairs) != len(dict(pairs)):
+            raise InputError(f"the variant {name!r} sets something twice", hint="name one precision in each variant")
+    return {name: dict(pairs) for name, pairs in settings.items()}
 
 
 def _supports(device: str, name: str) -> bool:

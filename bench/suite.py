@@ -1,5 +1,6 @@
 """Benchmark artifacts against each other: open, measure interleaved, and report everything that affects the numbers."""
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
@@ -103,8 +104,9 @@ def run(
     if not artifacts:
         raise InputError("nothing to measure", hint="give files, run folders or timm:NAME")
     protocols = options.protocols()
-    if options.fail_under is not None and not options.fail_under > 0:
-        raise InputError(f"--fail-under must be above 0, got {options.fail_under:g}", hint="as in --fail-under 1.4")
+    if options.fail_under is not None and not 0 < options.fail_under < math.inf:
+        message = f"--fail-under is {options.fail_under:g}, expected a finite number above 0"
+        raise InputError(message, hint="as in --fail-under 1.4")
     runner_options = options.runner
     if not runner_options.batch:  # providers that build for a range of batch sizes
         batches = sorted(protocol.batch for protocol in protocols)

@@ -105,7 +105,7 @@ def test_nothing_is_measured_when_one_cannot_be_opened(folder: Path) -> None:
         suite.run([folder], SMALL, fail_under=1.0)
     with pytest.raises(InputError, match="nothing to measure"):
         suite.run([], SMALL)
-    for wrong in (0.0, -1.4, float("nan")):
+    for wrong in (0.0, -1.4, float("nan"), float("inf")):
         with pytest.raises(InputError, match="above 0"):
             suite.run([folder, folder], SMALL, fail_under=wrong)
     with pytest.raises(DeviceError):
@@ -212,6 +212,9 @@ def test_variants_by_device() -> None:
     assert artifacts.parse_variants("bf16+compile", "cpu") == {"bf16+compile": {"precision": "bf16", "compile": True}}
     with pytest.raises(InputError, match="did you mean compile"):
         artifacts.parse_variants("compil", "cpu")
+    for twice in ("fp16+bf16", "fp32,bf16+compile+bf16"):
+        with pytest.raises(InputError, match=r"bf16' sets something twice"):
+            artifacts.parse_variants(twice, "cpu")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
