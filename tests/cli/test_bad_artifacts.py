@@ -150,3 +150,9 @@ def test_what_is_not_there_is_reported_before_what_the_data_lacks(folder: Path) 
 
 def test_a_model_of_timm_without_its_prefix() -> None:
     assert f" timm:{ARCH}" in expect_error("bench", ARCH)
+
+
+@pytest.mark.parametrize("prefix", ["timm:", "timm-onnx:"])
+def test_a_model_of_timm_that_takes_no_images(prefix: str) -> None:
+    assert "timm has no model ''" in expect_error("bench", prefix)
+    assert "rejects images of (3, 8, 8)" in expect_error("bench", f"{prefix}{ARCH}?img_size=8")

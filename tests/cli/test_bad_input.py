@@ -68,6 +68,7 @@ def test_a_mistake_is_reported_without_importing_torch(words: str, sentence: str
 def test_an_empty_option(option: str) -> None:
     """As from an unset variable of the shell."""
     assert f"{option} is empty" in expect_error("recipe", "small.toml", option, "")
+    assert expect_error("bench", "").startswith("artifacts is empty")
 
 
 def test_a_folder_or_another_file_instead_of_a_recipe() -> None:

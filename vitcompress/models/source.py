@@ -99,7 +99,7 @@ def resolve_model(
     if arch.startswith(HUB):
         arch, weights = "", arch if str(weights) == "hub" else weights
     file = WeightFile() if str(weights) in NOT_FILES else open_weights(weights)
-    if not (arch := arch or str(file.stated.get("model", ""))):
+    if not (arch := arch or str(file.stated.get("model", ""))) and str(weights) not in NOT_FILES:
         raise InputError(f"{weights} does not name a timm architecture", hint=f"use --model NAME --weights {weights}")
     check_arguments(arch, args)
     own = {name: value for name, value in args.items() if name != OVERLAY}
@@ -236,6 +236,8 @@ def create_named(text: str, weights: str | Path = "random", classes: int | None 
     resolved = resolve_model(
         name, decode_json_values(dict(parse_qsl(query, keep_blank_values=True))), weights, classes=classes
     )
+    if getattr(blank := create_blank(resolved.arch, resolved.arch_args), "num_classes", 0):
+        check_classifier(resolved.arch, resolved.arch_args, blank)
     return create_model(resolved.arch, resolved.arch_args, resolved.weights)
 
 
