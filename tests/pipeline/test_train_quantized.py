@@ -82,6 +82,16 @@ def test_ranges_are_measured_on_images_of_the_training_data(finished: RunFolder,
             assert (ranges in known) is same
 
 
+def test_a_read_only_folder_is_exported_elsewhere(finished: RunFolder, tmp_path: Path) -> None:
+    """Root may write read-only folders, so that the folder of the ranges is a file here."""
+    later = RunFolder(tmp_path / "run")
+    shutil.copytree(finished.path, later.path)
+    shutil.rmtree(later.ranges)
+    later.ranges.touch()
+    code, output = run("export", str(later.path), "--precision", "int8", "--out", str(tmp_path / "model.onnx"))
+    assert code == 0 and "the ranges will be measured again" in " ".join(output.split()), output
+
+
 def test_all_checks_pass_and_name_the_folded_model(finished: RunFolder) -> None:
     checks = {check["name"]: check["verdict"] for check in read_json(finished.verification)["checks"]}
     assert checks["agreement.model.onnx.emulation"] == checks["fold"] == "passed"

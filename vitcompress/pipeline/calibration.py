@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 from torch import Tensor, nn
 
-from vitcompress.errors import InputError
+from vitcompress.errors import InputError, OutputError
 from vitcompress.exporters.onnx.export import prepare_quantized
 from vitcompress.exporters.options import AUTO, ExportOptions
 from vitcompress.exporters.quantize.calibrate import calibrate
@@ -72,8 +72,11 @@ class Calibration:
         check_unchanged(self.files.path, cache, self.files.trained_ranges)
         self.ranges = dict(read_json(cache)) if cache.is_file() else calibrate(source, images, precision, method)
         if self.files.plan.is_file() and not cache.is_file():
-            with record_changes(self.files.path):
-                write_json(cache, self.ranges)
+            try:
+                with record_changes(self.files.path):
+                    write_json(cache, self.ranges)
+            except OutputError as error:  # a read-only folder can still be exported elsewhere
+                self.progress.note(f"the ranges will be measured again by the next export: {error.message}")
         self.ranges = {**self.ranges, **fixed}  # layers that a training left in fp32 have none
         return self.ranges
 
