@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, 
 
 from vitcompress.errors import ArtifactError
 from vitcompress.io.checks import Check
-from vitcompress.io.files import decode_json_values, file_sha256, find_changed_files, lock_folder, read_json, write_json
+from vitcompress.io.files import decode_json_values, file_sha256, find_changed_files, lock_file, read_json, write_json
 from vitcompress.io.manifest import check_unchanged
 from vitcompress.io.validation import validate
 from vitcompress.models.create import InputConfig
@@ -117,7 +117,7 @@ def _unusable(sidecar: Path, reason: str) -> ArtifactError:
 
 def amend_sidecar(path: Path, **fields: Any) -> None:
     """Add `fields`, such as `verified=True`, to the sidecar of `path`, which must exist."""
-    with lock_folder(path.parent):
+    with lock_file(path.parent):
         write_json(sidecar_path(path), {**(read_sidecar(path) or {}), **fields})
 
 

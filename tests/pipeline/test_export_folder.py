@@ -1,6 +1,9 @@
 """Exporting a run folder again, and what `doctor` says of this machine."""
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +11,7 @@ import onnxruntime
 import pytest
 import torch
 
+from vitcompress import cli
 from vitcompress.cli.output import tables
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters import doctor
@@ -19,6 +23,7 @@ from vitcompress.exporters.sidecar import read_classes
 from vitcompress.io import hardware
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.create import create_model, input_config
+from vitcompress.pipeline import export_folder as exports
 from vitcompress.pipeline.export_folder import export_folder
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply_to_copy
@@ -52,6 +57,31 @@ def test_the_export_has_the_outputs_of_the_folder(folder: Path) -> None:
     # Float32 sums of at most 64 terms in 2 blocks: under 2**9 roundings of 2**-24 each, relative to the largest logit.
     torch.testing.assert_close(got, expected, rtol=0, atol=2.0**-15 * float(expected.abs().max()))
     assert json.loads(done.metadata["plan_sha256"]) == Plan.from_json((folder / "plan.json").read_text()).digest
+
+
+def test_a_second_export_waits_until_the_first_one_is_verified(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events, both, verify = list[str](), threading.Event(), exports.verify_export
+
+    def write(*arguments: Any, **options: Any) -> Exported:
+        events.append("export")
+        if events.count("export") == 2:
+            both.set()
+        both.wait(0.5)  # for a second one that does not wait
+        return write_file(folder)
+
+    def check(*arguments: Any, **options: Any) -> exports.ExportOutcome:
+        events.append("verify")
+        return verify(*arguments, **options)
+
+    def run(_: int) -> None:
+        with suppress(SystemExit):
+            cli.main(["export", str(folder), "-q", "--json"])
+
+    monkeypatch.setattr(exports, "export_folder", write)
+    monkeypatch.setattr(exports, "verify_export", check)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, range(2)))
+    assert events == ["export", "verify"] * 2
 
 
 def test_class_names_stay_and_a_precision_gets_a_file_of_its_own(folder: Path) -> None:

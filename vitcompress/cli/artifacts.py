@@ -78,7 +78,9 @@ def export(
         from vitcompress.cli.output import tables
         from vitcompress.exporters.options import ExportOptions
         from vitcompress.exporters.runtimes import EXPORTERS
+        from vitcompress.io.files import lock_file
         from vitcompress.io.manifest import record_changes
+        from vitcompress.io.run_folder import RunFolder
         from vitcompress.pipeline.export_folder import export_folder, sign_artifact, verify_export
         from vitcompress.pipeline.fastest import FASTEST, FORMATS, choose_fastest, options_for
         from vitcompress.pipeline.report import refresh_reports
@@ -92,10 +94,11 @@ def export(
             formats = (name,) if name else fitting or FORMATS
             best, candidates = choose_fastest(folder, formats, settings, dense=dense, progress=progress)
             name, settings = best.format, options_for(settings, best)
-        done = export_folder(folder, name or "onnx", options=settings, out=out, dense=dense, progress=progress)
-        with record_changes(folder):
-            outcome = verify_export(folder, done, progress, dense=dense)
-        refresh_reports([folder], progress)
+        with lock_file(RunFolder(folder).plan):  # another export could replace the file before it is verified
+            done = export_folder(folder, name or "onnx", options=settings, out=out, dense=dense, progress=progress)
+            with record_changes(folder):
+                outcome = verify_export(folder, done, progress, dense=dense)
+            refresh_reports([folder], progress)
         if key and outcome.verdict != "failed":
             progress.note(f"signature: {sign_artifact(done.path, key)}")
     data = {"folder": str(outcome.path.parent), **done.to_dict(), **outcome.to_dict()}

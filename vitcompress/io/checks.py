@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from vitcompress.io.files import lock_folder, read_json, write_json
+from vitcompress.io.files import lock_file, read_json, write_json
 from vitcompress.io.run_folder import RunFolder
 
 Status = Literal["passed", "failed", "not_run"]
@@ -61,7 +61,7 @@ class Verification:
 def update_verification(folder: Path, verification: Verification, replaced: Callable[[str], bool]) -> None:
     """Add checks and weights to the folder's verify.json. replaced(name): whether to drop a check that is there."""
     path = RunFolder(folder).verification
-    with lock_folder(folder):
+    with lock_file(folder):
         known = read_json(path) if path.is_file() else {}
         kept = [check for check in known.get("checks", []) if not replaced(str(check["name"]))]
         checks = [*kept, *(check.to_dict(folder) for check in verification.checks)]

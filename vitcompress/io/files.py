@@ -94,16 +94,16 @@ def format_json(data: Any, **options: Any) -> str:
 
 
 @contextlib.contextmanager
-def lock_folder(folder: Path) -> Iterator[None]:
-    """Lock `folder` against other processes, to read, change and write back a file in it.
+def lock_file(path: Path) -> Iterator[None]:
+    """Lock a file or a folder against other processes: a folder to read, change and write back a file in it.
 
-    Locks the folder itself, which needs no lock file. A process that locks it twice waits forever. Without support by
-    the system or the disk, this does nothing.
+    Locks `path` itself, which needs no lock file and may be read-only. A process that locks it twice waits forever.
+    Where `path` does not exist, or the system or the disk does not support locks, this does nothing.
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             if fcntl is not None:
-                handle = os.open(folder, os.O_RDONLY)
+                handle = os.open(path, os.O_RDONLY)
                 stack.callback(os.close, handle)
                 fcntl.flock(handle, fcntl.LOCK_EX)
         yield

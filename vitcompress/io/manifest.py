@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vitcompress.errors import ArtifactError, InputError
-from vitcompress.io.files import file_sha256, find_changed_files, lock_folder, read_json, write_text
+from vitcompress.io.files import file_sha256, find_changed_files, lock_file, read_json, write_text
 from vitcompress.io.hardware import package_versions
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.plan import Plan
@@ -102,7 +102,7 @@ def record_changes(folder: Path) -> Iterator[None]:
         after = _states(folder) if manifest else before
         written = {name for name, state in after.items() if before.get(name) != state} - edited.keys()
         if manifest and (written or before.keys() - after.keys()):
-            with lock_folder(folder):
+            with lock_file(folder):
                 _write(folder, read_manifest(folder) or manifest, written, before.keys() - after.keys())
 
 

@@ -19,7 +19,7 @@ from vitcompress.bench.report.records import ArtifactRecord, BenchRecord, BenchR
 from vitcompress.errors import VitcompressError, first_line
 from vitcompress.exporters.runtimes import exported_files
 from vitcompress.exporters.sidecar import DENSE, find_mismatches, usable_sidecar
-from vitcompress.io.files import file_sha256, lock_folder, signed_files, write_json
+from vitcompress.io.files import file_sha256, lock_file, signed_files, write_json
 from vitcompress.io.manifest import check_unchanged, record_changes
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
@@ -133,7 +133,7 @@ def refresh_reports(
     for files in dict.fromkeys(map(RunFolder.of, artifacts)):
         if files.report.is_file() and not signed_files.get():  # a change would end the signature
             with _note_errors(files.path, progress):
-                with record_changes(files.path), lock_folder(files.path):
+                with record_changes(files.path), lock_file(files.path):
                     change(files)
                 refresh_report(files.path, progress)
 
