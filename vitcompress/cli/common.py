@@ -205,7 +205,8 @@ def check_files(values: Mapping[str, Any]) -> None:
             if str(one) in NO_FILES.get(name, ()) or re.match("[a-z-]{2,}:", str(one)):  # timm:NAME
                 continue
             if not str(one):
-                raise InputError(f"{'--' * (name in NO_FILES)}{name} is empty", hint="is a variable of the shell not set?")
+                place = f"--{name}" if name in NO_FILES else name
+                raise InputError(f"{place} is empty", hint="is a variable of the shell not set?")
             if not os.path.exists(Path(one).expanduser()):  # noqa: PTH110 - a name that is too long does not exist
                 own = hint.replace("NAME", str(one)) if str(one).isidentifier() else hint  # it may be a name of timm
                 raise InputError(f"{one} does not exist", hint=own)

@@ -75,10 +75,8 @@ def _read_keys(path: Path, kind: type, load: Callable[[bytes], list[Any]]) -> li
         if all(isinstance(key, kind) for key in keys):
             return keys
         problem = "it has another type"
-    except OSError as error:
-        problem = str(error.strerror)
-    except (TypeError, ValueError, UnsupportedAlgorithm) as error:  # TypeError: it has a passphrase
-        problem = first_line(error)
+    except (OSError, TypeError, ValueError, UnsupportedAlgorithm) as error:  # TypeError: it has a passphrase
+        problem = str(getattr(error, "strerror", None) or first_line(error))
     hint = "use the files of `vitcompress keygen KEY`, or of ssh-keygen without passphrase"
     words = "private" if kind is Ed25519PrivateKey else "public"
     raise InputError(f"{path} has no {words} ed25519 key: {problem}", hint=hint)
