@@ -34,9 +34,10 @@ OTHER_CLASSES = "evaluate it on data with its own classes"  # a hint
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """data: a folder of images (PATH/val/CLASS), one of `BUILT_IN`, or None for the data of the run folder. workers:
-    processes that load images. bench: output of `vitcompress bench --json` with more speeds than the run folders have.
-    preprocessing: for artifacts that do not record it.
+    """What to evaluate on. data: a folder (PATH/val/CLASS), one of `BUILT_IN`, or None for that of the run folder.
+
+    workers: processes that load images. bench: output of `vitcompress bench --json` with more speeds than the run
+    folders have. preprocessing: for artifacts that do not record it.
     """
 
     data: str | None = None

@@ -27,8 +27,9 @@ PAPER = (
 
 @dataclass
 class Monitor:
-    """joules: reads the energy counter of all processors in use, None without one. energy_of: what it counts, or why
-    there is none. conditions: known when the measurement has ended.
+    """Observes a measurement. conditions: known when it has ended.
+
+    joules: reads the energy counter of all processors in use; None without one. energy_of: what it counts, or why not.
     """
 
     joules: Callable[[], float] | None

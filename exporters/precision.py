@@ -36,9 +36,8 @@ def convert_precision(model: nn.Module, precision: str = "fp32", islands: Sequen
     copy = deepcopy(model).cpu().eval().float()
     if precision not in HALF:
         if islands:
-            raise InputError(
-                f"islands name fp32 layers, but the whole model is {precision}, which is fp32 too", hint="omit islands"
-            )
+            message = f"islands name fp32 layers, but the whole model is {precision}, which is fp32 too"
+            raise InputError(message, hint="omit islands")
         return copy
     names, classifier = expand_layers(copy, islands), set(classifier_layers(copy))
     _narrow(copy, HALF[precision], [name for name in names if not name.endswith(SOFTMAX)])

@@ -236,8 +236,7 @@ def prepare_input(images: Tensor, input: InputConfig | None, *, uint8: bool) -> 
         images = images.float()
     elif images.dtype != torch.uint8:
         if input is None:
-            raise ArtifactError(
-                "the file takes bytes and does not state how it normalises them", hint="export it with vitcompress"
-            )
+            message = "the file takes bytes and does not state how it normalises them"
+            raise ArtifactError(message, hint="export it with vitcompress")
         images = to_bytes(images, input)
     return np.ascontiguousarray(images.numpy())

@@ -158,9 +158,8 @@ def read_input(
         wrong = str(error.errors()[0]["loc"][0])
     if wrong is None:
         return config
-    raise ArtifactError(
-        f"the metadata of {name} cannot be used: {wrong} is {metadata[wrong]!r}", hint="export it again"
-    )
+    message = f"the metadata of {name} cannot be used: {wrong} is {metadata[wrong]!r}"
+    raise ArtifactError(message, hint="export it again")
 
 
 def read_classes(path: Path) -> tuple[str, ...]:

@@ -227,9 +227,8 @@ def _run_exporter(model: nn.Module, example: Tensor, opset: int) -> Any:
         if cause is not None:
             raise cause from None
         why = first_line(error.__cause__ or error)
-        raise VitcompressError(
-            f"torch could not export the model to ONNX: {why}", hint="--debug shows the full error"
-        ) from error
+        message = f"torch could not export the model to ONNX: {why}"
+        raise VitcompressError(message, hint="--debug shows the full error") from error
 
 
 @contextmanager

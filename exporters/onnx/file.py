@@ -159,9 +159,8 @@ def _read_array(tensor: Any, folder: Path) -> np.ndarray:
     try:
         values: np.ndarray = numpy_helper.to_array(tensor, base_dir=str(folder))
     except (ValueError, OSError) as error:
-        raise ArtifactError(
-            f"the tensor {tensor.name} is incomplete: {error}", hint="copy or export the file again"
-        ) from None
+        message = f"the tensor {tensor.name} is incomplete: {error}"
+        raise ArtifactError(message, hint="copy or export the file again") from None
     return values
 
 

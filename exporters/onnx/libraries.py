@@ -102,9 +102,8 @@ def prepare_cache(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         status = folder.stat()
     except OSError as error:
-        raise OutputError(
-            f"the cache folder {folder} cannot be created: {error.strerror}", hint="choose another --engine-cache"
-        ) from None
+        message = f"the cache folder {folder} cannot be created: {error.strerror}"
+        raise OutputError(message, hint="choose another --engine-cache") from None
     if os.name == "posix" and (status.st_uid != os.geteuid() or status.st_mode & WRITABLE_BY_OTHERS):
         message = f"others can write to the cache folder {folder}, whose files are executed"
         raise OutputError(message, hint=f"chmod go-w {folder}, or choose a folder of your own")

@@ -142,16 +142,14 @@ def choose_provider(device: str | None, name: str | None) -> tuple[Provider, str
     if name is not None and name not in PROVIDERS:
         starts = [full for full in PROVIDERS if name and full.lower().startswith(name.lower())]  # such as `cuda`
         close = f", did you mean {starts[0]}?" if starts else did_you_mean(name, PROVIDERS)
-        raise DeviceError(
-            f"there is no execution provider {name!r}{close}", hint=f"the providers are {', '.join(PROVIDERS)}"
-        )
+        message = f"there is no execution provider {name!r}{close}"
+        raise DeviceError(message, hint=f"the providers are {', '.join(PROVIDERS)}")
     device = device or (PROVIDERS[name].device if name else "cpu")
     kind, index = hardware.parse_device(device)
     provider = PROVIDERS[name or DEFAULTS[kind]]
     if provider.device != kind:
-        raise DeviceError(
-            f"{provider.name} does not run on {device}", hint=f"use --device {provider.device}, or omit --device"
-        )
+        message = f"{provider.name} does not run on {device}"
+        raise DeviceError(message, hint=f"use --device {provider.device}, or omit --device")
     on_cuda, hint = kind == "cuda", f"{provider.remedy}; `vitcompress doctor` shows what this machine has"
     if on_cuda and index >= hardware.count_gpus():
         if not hardware.count_gpus():
@@ -212,10 +210,9 @@ def resolve_precision(path: Path, stored: Any, requested: str | None, provider: 
     """
     own = str(stored or "as stored")
     if own == "bf16" and provider.name == CPU:
-        raise DeviceError(
-            f"{path} is in bf16, for which {CPU} has no convolution and no matrix product",
-            hint="run it on a GPU with --device cuda, or use OpenVINO with --precision bf16 on the CPU",
-        )
+        message = f"{path} is in bf16, for which {CPU} has no convolution and no matrix product"
+        hint = "run it on a GPU with --device cuda, or use OpenVINO with --precision bf16 on the CPU"
+        raise DeviceError(message, hint=hint)
     if own == "fp8" and provider.name == CPU:
         raise DeviceError(f"{path} is in fp8, in which {CPU} cannot multiply", hint="build an engine: --format trt-rtx")
     wide = own in ("fp32", "as stored")

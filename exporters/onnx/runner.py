@@ -229,9 +229,8 @@ def _inputs_and_outputs(path: Path, session: Any) -> tuple[Any, Any]:
         if image:
             tool = f"python -m onnxruntime.tools.make_dynamic_shape_fixed --input_name {inputs[0].name}"
             hint = f"`{tool} --input_shape 1,3,224,224 {path} fixed.onnx` fixes its size"
-        raise ArtifactError(
-            f"{path} does not take one image tensor of fixed size; its inputs are {shapes or 'none'}", hint=hint
-        )
+        message = f"{path} does not take one image tensor of fixed size; its inputs are {shapes or 'none'}"
+        raise ArtifactError(message, hint=hint)
     if outputs[0].type not in OUTPUT_TYPES:
         raise ArtifactError(
             f"the output {outputs[0].name} of {path} has the type {outputs[0].type}, expected floating-point logits",

@@ -22,7 +22,8 @@ REMEDY = "pip install 'vitcompress[openvino]'"
 HINT = "INFERENCE_PRECISION_HINT"
 # Precision -> value of `HINT`. Linear layers in int8 are so in the file, whatever the hint of the others.
 HINTS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16", "int8": "f32", "int8+bf16": "bf16"}
-JOINED, ELEMENTWISE = 256, ("Add", "Multiply", "Gelu")
+JOINED = 256  # rows and columns of a weight, up to which OpenVINO joins two products of an FFN
+ELEMENTWISE = ("Add", "Multiply", "Gelu")  # operations between the two
 DEFAULT = "default"  # precision that OpenVINO chooses without the hint: bf16 on processors with bf16, even for fp32
 
 
@@ -70,9 +71,8 @@ def read_ir(path: Path) -> Any:
     try:
         return core().read_model(str(path))
     except RuntimeError as error:
-        raise ArtifactError(
-            f"{path} is not an OpenVINO model: {error_text(error)}", hint="copy or export it again"
-        ) from None
+        message = f"{path} is not an OpenVINO model: {error_text(error)}"
+        raise ArtifactError(message, hint="copy or export it again") from None
 
 
 def read_metadata(model: Any) -> dict[str, str]:
@@ -122,9 +122,8 @@ class OpenVinoRunner(Runner):
     def __init__(self, path: Path, options: RunnerOptions) -> None:
         super().__init__(str(path), options, "OpenVINO")
         if (options.device or "cpu") != "cpu":
-            raise DeviceError(
-                f"OpenVINO models run on the CPU, but the device is {options.device}", hint="use --device cpu"
-            )
+            message = f"OpenVINO models run on the CPU, but the device is {options.device}"
+            raise DeviceError(message, hint="use --device cpu")
         model = read_ir(path)
         self._sha256 = check_sha256(path)
         labels = decode_json_values(read_metadata(model))

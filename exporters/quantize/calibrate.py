@@ -58,9 +58,8 @@ def calibrate(source: Path, images: Tensor, precision: EightBits, method: Calibr
                 largest[name] = float(np.maximum(largest[name], np.abs(array).max()))
                 if not np.isfinite(largest[name]):
                     key = next(key for key, tensor in keys.items() if tensor == name)
-                    raise PrecisionError(
-                        f"the input of {key} is {largest[name]} on the calibration images", hint="use --precision fp32"
-                    )
+                    message = f"the input of {key} is {largest[name]} on the calibration images"
+                    raise PrecisionError(message, hint="use --precision fp32")
             if method != "minmax":
                 collector.collect(values)
         if method == "mse":

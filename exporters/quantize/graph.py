@@ -26,7 +26,7 @@ from vitcompress.io.validation import options_of
 Form = Literal["int32_bias", "unsigned_input", "float_bias"]  # the second has int32 biases, too
 Ranges = Mapping[str, float]
 HALF_RANGE = float(np.finfo(np.float16).max)  # a larger value would be stored as infinity
-LARGEST = {"int8": 127.0, "fp8": 448.0}  # number of each type
+LARGEST = {"int8": 127.0, "fp8": 448.0}  # the largest number of each type, in int8 the largest symmetric one
 WEIGHT, CORE = ".weight", ".softmax."  # in the names that `onnx.export` gives to weights and to products of attentions
 
 
@@ -81,9 +81,8 @@ def quantize(source: Path, target: Path, settings: Quantization, metadata: Mappi
     model, ranges, fp8 = onnx.load(str(source)), settings.ranges, settings.precision == "fp8"
     products = [(n, inputs) for n, inputs in find_products(model, settings.precision) if set(inputs) <= set(ranges)]
     if not products:
-        raise PrecisionError(
-            f"no linear layer is left to compute in {settings.precision}", hint="use fewer --islands, or fp32"
-        )
+        message = f"no linear layer is left to compute in {settings.precision}"
+        raise PrecisionError(message, hint="use fewer --islands, or fp32")
     largest, names = dict[str, float](), {node.input[1] for node, _ in products}
     for key, tensor in ((key, tensor) for _, inputs in products for key, tensor in inputs.items()):
         largest[tensor] = max(largest.get(tensor, 0.0), _finite(ranges[key], f"the range of the input of {key}"))

@@ -98,9 +98,8 @@ def _use_timing_cache(config: Any, path: Path | None) -> Any:
         raise InputError(f"the timing cache {path} cannot be read: {error.strerror}") from None
     cache = config.create_timing_cache(data)
     if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
-        raise ArtifactError(
-            f"{path} is not a timing cache of this version on this GPU", hint="name another file, or remove this one"
-        )
+        message = f"{path} is not a timing cache of this version on this GPU"
+        raise ArtifactError(message, hint="name another file, or remove this one")
     return cache
 
 

@@ -192,26 +192,20 @@ def check_options(flavour: Flavour, options: ExportOptions) -> None:
     here = capability()
     targets = options.sm or (RTX_DEFAULT if flavour is RTX else () if here is None else (here,))
     if precision == "fp8" and (others := [target for target in targets if target < FP8_FROM]):
-        raise InputError(
-            f"compute capability {', '.join(map(str, others))} has no products in fp8, which GPUs have from "
-            f"{FP8_FROM} (Ada) on",
-            hint="use --precision int8, or --sm 89,120",
-        )
+        message = f"fp8 needs compute capability {FP8_FROM} (Ada) or later, got {', '.join(map(str, others))}"
+        raise InputError(message, hint="use --precision int8, or --sm 89,120")
     if flavour is not RTX:
         return
     supported = flavour.supported_targets()
     listed = ", ".join(map(str, supported))
     for target in options.sm:
         if target in DATA_CENTRE:
-            raise InputError(
-                f"TensorRT for RTX does not support data centre GPUs such as compute capability {target}; it supports "
-                f"{listed}",
-                hint="on that machine use --format trt, or the ONNX file in ONNX Runtime with CUDA",
-            )
+            message = f"TensorRT for RTX supports no data centre GPUs (compute capability {target}), only {listed}"
+            hint = "on that machine use --format trt, or the ONNX file in ONNX Runtime with CUDA"
+            raise InputError(message, hint=hint)
         if target not in supported:
-            raise InputError(
-                f"TensorRT for RTX does not support compute capability {target}", hint=f"use some of --sm {listed}"
-            )
+            message = f"TensorRT for RTX does not support compute capability {target}"
+            raise InputError(message, hint=f"use some of --sm {listed}")
     if (options.opset or 0) >= ATTENTION_NODE_FROM and precision not in HALF:
         raise InputError(
             f"opset {options.opset} exports attention as one Attention node, which TensorRT for RTX supports in half "
@@ -219,11 +213,8 @@ def check_options(flavour: Flavour, options: ExportOptions) -> None:
             hint="use --precision fp16, or omit the opset",
         )
     if TURING in options.sm and precision != "fp16":
-        raise InputError(
-            f"on Turing (compute capability {TURING}) TensorRT for RTX supports fp16 only, but the precision is "
-            f"{precision}",
-            hint=f"use --precision fp16, or omit {TURING} from --sm",
-        )
+        message = f"on Turing (compute capability {TURING}) TensorRT for RTX supports fp16 only, not {precision}"
+        raise InputError(message, hint=f"use --precision fp16, or omit {TURING} from --sm")
 
 
 def choose_targets(flavour: Flavour, options: ExportOptions) -> tuple[int, ...]:

@@ -36,9 +36,8 @@ class Flavour:
             raise DeviceError(f"{self.title} cannot be loaded: {error}", hint=self.install) from None
         if numbers(str(library.__version__)) < self.oldest:
             oldest = ".".join(map(str, self.oldest))
-            raise DeviceError(
-                f"{self.title} {library.__version__} is too old, {oldest} or later is required", hint=self.install
-            )
+            message = f"{self.title} {library.__version__} is too old, {oldest} or later is required"
+            raise DeviceError(message, hint=self.install)
         return library
 
     def supported_targets(self) -> tuple[int, ...]:

@@ -91,9 +91,8 @@ def parse_layers(output: str) -> tuple[Layer, ...]:
     try:
         layers = json.loads(output)["Layers"]
         if any(isinstance(layer, str) for layer in layers):
-            raise ArtifactError(
-                "the engine lists only the names of its layers", hint="build it with detailed profiling verbosity"
-            )
+            message = "the engine lists only the names of its layers"
+            raise ArtifactError(message, hint="build it with detailed profiling verbosity")
         return tuple(_layer(layer) for layer in layers)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ArtifactError(f"not the output of an engine inspector: {type(error).__name__}: {error}") from None

@@ -31,20 +31,16 @@ class EngineRunner(Runner):
         self._precision = self._sidecar.get("precision")
         super().__init__(str(path), options, self._flavour.title)
         if options.precision not in (None, self._precision):
-            raise DeviceError(
-                f"{path} was built in {self._precision or 'an unknown precision'}, but the precision is "
-                f"{options.precision}",
-                hint=f"export it with --precision {options.precision}",
-            )
+            message = f"{path} was built in {self._precision or 'an unknown precision'}, not in {options.precision}"
+            raise DeviceError(message, hint=f"export it with --precision {options.precision}")
         if built_for := self._build.get("batch"):
             for images in options.batch or ():
                 check_batch(self.name, built_for, images)
         self._index = _choose_gpu(path, options, self._build, self._flavour)
         host_code = bool(self._build.get("version_compatible"))
         if host_code and not options.trust:
-            raise ArtifactError(
-                f"{path} is a version-compatible engine and contains executable code", hint="pass --trust to load it"
-            )
+            message = f"{path} is a version-compatible engine and contains executable code"
+            raise ArtifactError(message, hint="pass --trust to load it")
         self._process = EngineProcess(
             path,
             sha256=self._sha256,
@@ -130,9 +126,8 @@ def _choose_flavour(path: Path, sidecar: dict[str, Any]) -> Flavour:
     if len(header) < HEADER or flavour is None:
         raise ArtifactError(f"{path} is not a TensorRT engine: it starts with {header[:8]!r}", hint="export it again")
     if writer is not None and recorded not in (None, writer.name):
-        raise ArtifactError(
-            f"{path} was written by {writer.title}, but its sidecar names {recorded}", hint="export it again"
-        )
+        message = f"{path} was written by {writer.title}, but its sidecar names {recorded}"
+        raise ArtifactError(message, hint="export it again")
     build, installed = sidecar.get("build", {}), str(flavour.load().__version__)
     version = build.get("runtime_version") or flavours.read_header(header)["version"]
     if numbers(str(version)) != numbers(installed) and not build.get("version_compatible"):
@@ -150,9 +145,8 @@ def _choose_gpu(path: Path, options: RunnerOptions, build: dict[str, Any], flavo
         raise DeviceError(f"{path} runs on a GPU, but the device is {options.device}", hint="use --device cuda")
     here = capability(index)
     if here is None:
-        raise DeviceError(
-            f"{path} runs on a CUDA GPU, and this machine has no cuda:{index}", hint="run it on the target"
-        )
+        message = f"{path} runs on a CUDA GPU, and this machine has no cuda:{index}"
+        raise DeviceError(message, hint="run it on the target")
     targets = build.get("sm")
     compatible = build.get("hardware_compatible") == "ampere+" and targets and min(here, *targets) >= 80
     if targets and here not in targets and not compatible:

@@ -425,10 +425,14 @@ def test_wrong_input(tmp_path: Path) -> None:
         ("onnx", {"precision": "fp32", "weight_bits": 7}, "weight_bits has no effect in fp32"),
         ("onnx", {"precision": "fp16", "calibration": 8}, "calibration has no effect in fp16"),
         ("onnx", {"precision": "fp8", "weight_bits": 7}, "weight_bits has no effect in fp8"),
-        ("trt-rtx", {"precision": "fp8", "sm": (80, 89)}, "compute capability 80 has no products in fp8"),
-        ("trt-rtx", {"precision": "fp8"}, "compute capability 80, 86 has no products in fp8"),
+        ("trt-rtx", {"precision": "fp8", "sm": (80, 89)}, "fp8 needs compute capability 89 .Ada. or later, got 80:"),
+        ("trt-rtx", {"precision": "fp8"}, "fp8 needs compute capability 89 .Ada. or later, got 80, 86"),
         ("trt-rtx", {"precision": "int8", "sm": (75,)}, "supports fp16 only"),
-        ("trt-rtx", {"precision": "int8+bf16"}, "no precision 'int8.bf16': use one of tf32, fp32, fp16, bf16, int8, fp8$"),
+        (
+            "trt-rtx",
+            {"precision": "int8+bf16"},
+            "no precision 'int8.bf16': use one of tf32, fp32, fp16, bf16, int8, fp8",
+        ),
     ],
 )
 def test_unsupported_options(name: str, options: dict[str, Any], text: str) -> None:
@@ -441,7 +445,7 @@ def test_unsupported_options(name: str, options: dict[str, Any], text: str) -> N
 def test_fp8_is_for_all_compute_capabilities_from_ada_on() -> None:
     for target in (89, 90, 100, 103, 120, 121):
         EXPORTERS["trt"].check(ExportOptions("fp8", sm=(target,)))
-    with pytest.raises(InputError, match=r"86, 87 has no products in fp8, which GPUs have from 89 \(Ada\) on"):
+    with pytest.raises(InputError, match=r"fp8 needs compute capability 89 \(Ada\) or later, got 86, 87"):
         EXPORTERS["trt"].check(ExportOptions("fp8", sm=(89, 86, 87)))
 
 

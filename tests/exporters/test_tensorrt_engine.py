@@ -146,7 +146,7 @@ def test_the_build_shows_its_progress(engine: Path) -> None:
         ({"sm": (90,)}, "data centre"),
         ({"sm": (100,)}, "data centre"),
         ({"sm": (61,)}, "does not support compute capability 61"),
-        ({"sm": (75, 89)}, "fp16 only, but the precision is fp32"),
+        ({"sm": (75, 89)}, "fp16 only, not fp32"),
         ({"batch": (8, 4, 16)}, "not in ascending order"),
         ({"batch": (1, 16, 8)}, "not in ascending order"),
         ({"timing_cache": Path("kernels.bin")}, "timing_cache is 'kernels.bin'"),

@@ -142,7 +142,7 @@ def test_an_engine_for_another_gpu_is_rejected(engine: Path, monkeypatch: pytest
         ({"device": "cpu"}, "runs on a GPU, but the device is cpu"),
         ({"device": "cuda:x"}, "device 'cuda:x' is unknown"),
         ({"device": "cuda:63"}, "no cuda:63"),
-        ({"precision": "bf16"}, "built in fp16, but the precision is bf16"),
+        ({"precision": "bf16"}, "built in fp16, not in bf16"),
         ({"compile": True}, "compile is a setting of torch, but .* runs in TensorRT for RTX"),
         (
             {"provider": "CPUExecutionProvider"},

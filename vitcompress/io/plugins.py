@@ -12,10 +12,11 @@ T = TypeVar("T")
 def find_by_name(
     name: str | T, table: Mapping[str, T], group: str, what: str, others: Iterable[str] = (), hint: str = ""
 ) -> T:
-    """The object called `name`: from `table`, or from an entry point in `vitcompress.<group>`. An object is returned
-    unchanged. what, others, hint: for the error: the kind of object, other names that are allowed, the next step, in
-    which `{names}` becomes the names in the table and in installed packages. Raises InputError if there is none, or the
-    entry point does not load, or is of another type than those in the table.
+    """The object called `name`: from `table`, or from an entry point in `vitcompress.<group>`.
+
+    An object is returned unchanged. what, others, hint: for the error: the kind of object, other allowed names, and the
+    next step, in which `{names}` becomes the names in the table and in installed packages. Raises InputError if there
+    is none, or the entry point does not load, or is of another type than those in the table.
     """
     if isinstance(name, kind := type(next(iter(table.values())))):
         return name

@@ -48,10 +48,12 @@ class Work:
 
 @dataclass(frozen=True)
 class DryRun:
-    """settings: of the dense model, with their sources. missing: reasons for which a run would be rejected. notes:
-    downloads and measurements that a run starts with, what it does differently on this machine, and that no data folder
-    is set, as costs do not need one. cost: empty if the data cannot be opened, as it defines the number of classes.
-    dense: accuracy of the dense model, if it was measured; failed: why a run would stop after that.
+    """What a run would do and cost. missing: reasons for which it would be rejected.
+
+    settings: of the dense model, with their sources. notes: downloads and measurements that a run starts with, what it
+    does differently on this machine, and that no data folder is set, as costs do not need one. cost: empty if the data
+    cannot be opened, as it defines the number of classes. dense: accuracy of the dense model, if it was measured;
+    failed: why a run would stop after that.
     """
 
     recipe: str
@@ -202,7 +204,7 @@ CLOSE = 0.005  # allowed relative difference of a published figure, if the print
 
 @dataclass(frozen=True)
 class Size:
-    """off: relative difference; None if nothing was published."""
+    """A published and a counted size. off: their relative difference; None if nothing was published."""
 
     published: float | None
     counted: float

@@ -54,12 +54,13 @@ def write_export(
     calibration: Calibration | None = None,
     traces: dict[Any, Any] | None = None,
 ) -> Exported:
-    """Write the model of `original` in the format of `exporter`. Half precision is checked first, on its images: the
-    ranges inside the model, and the fp32 layers `auto`. An int8 file is compared with one in fp32. calibration: for
-    int8 and fp8. traces: of earlier exports of the same model. Raises PrecisionError if a result inside the model is
-    too large for fp16, InputError if the format does not support this model with these options (nothing was written),
-    CheckFailedError if the outputs agree with no set of fp32 layers (`failed/<name>.islands.json` beside `path` lists
-    all sets), and as the exporter.
+    """Write the model of `original` in the format of `exporter`.
+
+    Before an export in half precision, its images show the ranges inside the model and the fp32 layers `auto`. The
+    speed of an int8 file is compared with that of one in fp32. calibration: for int8 and fp8. traces: of earlier
+    exports of the same model. Raises PrecisionError if a result inside the model is too large for fp16, InputError if
+    the format does not support this model with these options (nothing was written), CheckFailedError if the outputs
+    agree with no set of fp32 layers (`failed/<name>.islands.json` beside `path` lists all sets), and as the exporter.
     """
     model, result = original.model, None
     exporter.check_model(model, options)

@@ -259,7 +259,6 @@ def _resolve(recipe: Recipe, options: RunOptions, data: Splits | None) -> tuple[
     if data is not None and {*data.classes} == {*resolved.class_names} and data.classes != resolved.class_names:
         first = next(pair for pair in zip(data.classes, resolved.class_names, strict=True) if pair[0] != pair[1])
         message = "the data has {!r} where the classifier has {!r}".format(*first)
-        raise InputError(
-            f"{message}: the same classes in another order", hint="name the folders in the classifier's order"
-        )
+        message = f"{message}: the same classes in another order"
+        raise InputError(message, hint="name the folders in the classifier's order")
     return resolved, None

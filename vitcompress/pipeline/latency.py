@@ -139,8 +139,9 @@ class LatencyClock:
         return result
 
     def wait_until_quiet(self) -> str:
-        """Wait until other processes use as few cores as the benchmark allows, PATIENCE seconds in total; else the
-        load.
+        """Wait until other processes use as few cores as the benchmark allows, at most PATIENCE seconds in total.
+
+        Returns a description of their load if they still use more; empty otherwise.
         """
         while True:
             before = machine.cpu_seconds()
