@@ -67,10 +67,9 @@ def expand_layers(model: nn.Module, islands: Iterable[str]) -> tuple[str, ...]:
             layers.append(island)
         else:
             close = did_you_mean(island, [AUTO, *KINDS, *modules, *cores])
-            raise InputError(
-                f"the model has no layer {island!r} to keep in fp32{close}",
-                hint=f"use {', '.join((AUTO, *KINDS))}, a module (blocks.0.mlp), an attention (blocks.0.attn.softmax)",
-            )
+            message = f"the model has no layer {island!r} to keep in fp32{close}"
+            hint = f"use {', '.join((AUTO, *KINDS))}, a module (blocks.0.mlp), an attention (blocks.0.attn.softmax)"
+            raise InputError(message, hint=hint)
     order = {name: number for number, name in enumerate(modules)}
     outer = {name for name in layers if not is_within(name, set(layers) - {name})}
     return tuple(sorted(outer, key=lambda name: (order.get(name.removesuffix(SOFTMAX), 0), name)))

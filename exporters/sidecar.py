@@ -133,10 +133,9 @@ def check_sha256(path: Path) -> str:
     """SHA-256 of `path`. Raises ArtifactError if its sidecar describes other files, was changed, or cannot be used."""
     check_unchanged(path.parent, sidecar_path(path))  # the sidecar has the hash of `path`
     if wrong := find_mismatches(path):
-        raise ArtifactError(
-            f"{path} is not trusted, because {sidecar_path(path).name} does not match it: {wrong[0]}",
-            hint="one of them was replaced; export again, or remove the .json to use the file as it is",
-        )
+        message = f"{path} is not trusted, because {sidecar_path(path).name} does not match it: {wrong[0]}"
+        hint = "one of them was replaced; export again, or remove the .json to use the file as it is"
+        raise ArtifactError(message, hint=hint)
     return file_sha256(path)
 
 

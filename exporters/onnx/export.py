@@ -263,10 +263,9 @@ def _attention(
     boolean = attn_mask is not None and attn_mask.dtype == onnx_ir.DataType.BOOL
     forms = {"boolean mask": boolean, "causal mask": is_causal, "grouped queries": enable_gqa, "dropout": dropout_p}
     if unsupported := ", ".join(name for name, value in forms.items() if value):
-        raise UnsupportedModelError(
-            f"an attention of the model has {unsupported}; decomposed attention supports an additive mask or none",
-            hint="use --opset 23, which exports attention as one node, or write the mask as numbers that are added",
-        )
+        message = f"an attention of the model has {unsupported}; decomposed attention supports an additive mask or none"
+        hint = "use --opset 23, which exports attention as one node, or write the mask as numbers that are added"
+        raise UnsupportedModelError(message, hint=hint)
     factor = opset20.CastLike(
         opset20.Constant(value_float=float(query.shape[-1] ** -0.5 if scale is None else scale)), query
     )

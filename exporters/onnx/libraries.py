@@ -87,10 +87,9 @@ def load_rtx() -> None:
         plugin = importlib.import_module(PLUGIN)
         load_onnxruntime().register_execution_provider_library(RTX, plugin.get_library_path())
     except Exception as error:  # noqa: BLE001 - loading a native library can raise anything
-        raise DeviceError(
-            f"{RTX} cannot be loaded: {missing_library([str(error)]) or error_text(error)}",
-            hint="pip install --upgrade onnxruntime-ep-nv-tensorrt-rtx onnxruntime-gpu (libcuda.so.1: NVIDIA's driver)",
-        ) from None
+        message = f"{RTX} cannot be loaded: {missing_library([str(error)]) or error_text(error)}"
+        hint = "pip install --upgrade onnxruntime-ep-nv-tensorrt-rtx onnxruntime-gpu (libcuda.so.1: NVIDIA's driver)"
+        raise DeviceError(message, hint=hint) from None
 
 
 def prepare_cache(folder: Path) -> Path:

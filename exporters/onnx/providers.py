@@ -195,10 +195,9 @@ def check_settings(provider: Provider, options: RunnerOptions) -> None:
             hint="omit --cuda-graph or --transfers",
         )
     if options.cuda_graph and not provider.graph_number:
-        raise InputError(
-            f"{provider.name} supports only one CUDA graph per session, so CUDA graphs are not supported with it",
-            hint="omit --cuda-graph, or measure an engine with it: vitcompress export DIR --format trt",
-        )
+        message = f"{provider.name} supports only one CUDA graph per session, so CUDA graphs are not supported with it"
+        hint = "omit --cuda-graph, or measure an engine with it: vitcompress export DIR --format trt"
+        raise InputError(message, hint=hint)
     if options.engine_cache is not None and not provider.builds:
         raise InputError(f"{provider.name} builds nothing that could be cached", hint="omit --engine-cache")
 

@@ -56,10 +56,9 @@ def build(flavour: Flavour, onnx: Path, size: Sequence[int], options: ExportOpti
         config.progress_monitor = monitor
         engine = builder.build_serialized_network(network, config)
         if engine is None:
-            raise VitcompressError(
-                f"{flavour.title} {library.__version__} could not build the engine: {log.first_and_last_error()}",
-                hint="try another opset, precision or target; the message is the library's own",
-            )
+            message = f"{flavour.title} {library.__version__} could not build the engine: {log.first_and_last_error()}"
+            hint = "try another opset, precision or target; the message is the library's own"
+            raise VitcompressError(message, hint=hint)
         if options.timing_cache is not None:
             write_bytes(options.timing_cache, bytes(memoryview(cache.serialize())))
         return Built(bytes(memoryview(engine)), time.perf_counter() - start, log.warnings)

@@ -55,10 +55,9 @@ class Flavour:
         try:
             return getattr(library, kind)(log)
         except TypeError:  # the library returned a null pointer, which is all that its Python bindings report
-            raise DeviceError(
-                f"{self.title} {library.__version__} does not work with this driver or GPU: {log.last_error()}",
-                hint="update the driver, or install a version for it (`nvidia-smi` shows the CUDA that it supports)",
-            ) from None
+            message = f"{self.title} {library.__version__} does not work with this driver or GPU: {log.last_error()}"
+            hint = "update the driver, or install a version for it (`nvidia-smi` shows the CUDA that it supports)"
+            raise DeviceError(message, hint=hint) from None
 
     def problem(self, kind: str | None = None) -> str | None:
         """Why the library, or its `Builder` or `Runtime` on the GPU of this machine, cannot be used; None if it can."""

@@ -62,10 +62,8 @@ class EngineProcess:
             answer, payload = receive(self._process.stdout)
         except (OSError, EOFError, ValueError):
             code = self._process.poll()
-            raise VitcompressError(
-                f"the process that ran {self._path} has ended{'' if code is None else f' (exit code {code})'}",
-                hint="the engine may be damaged, or the GPU out of memory",
-            ) from None
+            message = f"the process that ran {self._path} has ended{'' if code is None else f' (exit code {code})'}"
+            raise VitcompressError(message, hint="the engine may be damaged, or the GPU out of memory") from None
         if "error" in answer:
             kinds: dict[str, type[VitcompressError]] = {"engine": ArtifactError, "machine": DeviceError}
             kind = kinds.get(answer.get("kind", ""), VitcompressError)

@@ -131,10 +131,9 @@ def _choose_flavour(path: Path, sidecar: dict[str, Any]) -> Flavour:
     build, installed = sidecar.get("build", {}), str(flavour.load().__version__)
     version = build.get("runtime_version") or flavours.read_header(header)["version"]
     if numbers(str(version)) != numbers(installed) and not build.get("version_compatible"):
-        raise DeviceError(
-            f"{path} was built by {flavour.title} {version}, which the installed {installed} does not run",
-            hint=f"export it again on this machine, or pip install {flavour.module.replace('_', '-')}=={version}",
-        )
+        message = f"{path} was built by {flavour.title} {version}, which the installed {installed} does not run"
+        hint = f"export it again on this machine, or pip install {flavour.module.replace('_', '-')}=={version}"
+        raise DeviceError(message, hint=hint)
     return flavour
 
 

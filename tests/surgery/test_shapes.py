@@ -12,7 +12,7 @@ from vitcompress.families import family_of
 from vitcompress.models.create import create_on_meta
 from vitcompress.plan import Plan
 from vitcompress.surgery.shapes import planned_tensors
-from vitcompress.verify.weights import plan_rows, shape_check
+from vitcompress.verify.weights import shape_check
 
 
 def outline(plan: Plan) -> nn.Module:
@@ -43,7 +43,7 @@ def test_depth(variant: str, bypass: str) -> None:
     base = contract(variant).plan
     dense = outline(base)
     plan = folded(dense, depth(dense, base, bypass))
-    check = shape_check(plan_rows(plan), surgery.apply_to_copy(dense, plan))
+    check = shape_check(planned_tensors(dense, plan), surgery.apply_to_copy(dense, plan))
     assert check.verdict == "passed", check.detail
     changes = {row.change for row in planned_tensors(dense, plan)}
     assert "removed" in changes and ("folded" in changes) != bool(family_of(dense).not_foldable)
@@ -55,7 +55,7 @@ def test_width(variant: str) -> None:
     dense = outline(base)
     heads = {space.attention: space.heads // 2 for space in spaces_of(dense).values() if space.attention}
     plan = replace(base, kept=narrow(dense), heads=heads)
-    check = shape_check(plan_rows(plan), surgery.apply_to_copy(dense, plan))
+    check = shape_check(planned_tensors(dense, plan), surgery.apply_to_copy(dense, plan))
     assert check.verdict == "passed", check.detail
     rows = {row.name: row for row in planned_tensors(dense, plan)}
     assert all(row.change == "sliced" for name, row in rows.items() if name.endswith("attn.qkv.weight"))
@@ -68,7 +68,7 @@ def test_both(variant: str) -> None:
     plan = depth(dense, base)
     left = surgery.apply_to_copy(dense, plan)
     plan = folded(dense, replace(plan, kept=narrow(left)))
-    check = shape_check(plan_rows(plan), surgery.apply_to_copy(dense, plan))
+    check = shape_check(planned_tensors(dense, plan), surgery.apply_to_copy(dense, plan))
     assert check.verdict == "passed", check.detail
 
 
@@ -86,8 +86,8 @@ def test_another_size_fails(wrong: str) -> None:
     model = surgery.apply_to_copy(dense, others[wrong])
     if wrong == "another tensor":
         model.register_parameter("more", nn.Parameter(model.get_parameter("cls_token")))
-    assert shape_check(plan_rows(plan), surgery.apply_to_copy(dense, plan)).verdict == "passed"
-    check = shape_check(plan_rows(plan), model)
+    assert shape_check(planned_tensors(dense, plan), surgery.apply_to_copy(dense, plan)).verdict == "passed"
+    check = shape_check(planned_tensors(dense, plan), model)
     assert check.verdict == "failed" and "planned" in check.detail
 
 
@@ -95,7 +95,7 @@ def test_the_parameter_of_a_removed_activation_is_gone() -> None:
     base = contract("plain", act_layer="prelu").plan
     dense = outline(base)
     plan = replace(base, removed={"blocks.0.mlp.act": "identity"})
-    check = shape_check(plan_rows(plan), surgery.apply_to_copy(dense, plan))
+    check = shape_check(planned_tensors(dense, plan), surgery.apply_to_copy(dense, plan))
     assert check.verdict == "passed", check.detail
     gone = [row.name for row in planned_tensors(dense, plan) if row.planned is None]
     assert gone == ["blocks.0.mlp.act.weight"]

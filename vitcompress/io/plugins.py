@@ -27,10 +27,9 @@ def find_by_name(
     for point in entry_points(group=f"vitcompress.{group}", name=name):
         return cast(T, _load(point, kind))
     names = (*table, *sorted(point.name for point in entry_points(group=f"vitcompress.{group}")))
-    raise InputError(
-        f"there is no {what} {name!r}{did_you_mean(name, (*names, *others))}",
-        hint=(hint or "use one of {names}, or install the package that declares it").format(names=", ".join(names)),
-    )
+    message = f"there is no {what} {name!r}{did_you_mean(name, (*names, *others))}"
+    hint = (hint or "use one of {names}, or install the package that declares it").format(names=", ".join(names))
+    raise InputError(message, hint=hint)
 
 
 def is_plugin(method: str) -> bool:

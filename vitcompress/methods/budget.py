@@ -87,10 +87,9 @@ class Ranking:
     def __post_init__(self) -> None:
         for group in self.groups:
             if (unit := self.units.get(group.kind, 1)) > group.size and self.keep[group.scope] < 1:
-                raise PlanError(
-                    f"{group.kind} widths must be multiples of {unit}, but {group.name} has only {group.size}",
-                    hint=f"set align.{group.kind} (or round_to) of the step to {group.size} or less",
-                )
+                message = f"{group.kind} widths must be multiples of {unit}, but {group.name} has only {group.size}"
+                hint = f"set align.{group.kind} (or round_to) of the step to {group.size} or less"
+                raise PlanError(message, hint=hint)
 
     @cached_property
     def _scopes(self) -> dict[str, tuple[list[Group], Tensor]]:
@@ -190,15 +189,13 @@ def check_reach(largest: T, smallest: T, target: Target[T]) -> tuple[float, floa
     amount, low, high = (f"{value:.4g} {target.unit}" for value in (target.amount, least, most))
     where = f" on {target.runtime}" if target.runtime else ""
     load = "; other load on the machine makes times longer: the same command measures anew and keeps what it trained"
-    raise PlanError(
-        f"{amount}{where} cannot be reached: this structure allows {format_range(low, high)}",
-        hint=(
-            "nothing has to be removed for this amount: lower it, or leave the step out"
-            if target.amount > most
-            else "change the target, or allow more to be pruned (shares below 1; smaller target_args of upvit)"
-        )
-        + (load if target.runtime else ""),
-    )
+    message = f"{amount}{where} cannot be reached: this structure allows {format_range(low, high)}"
+    hint = (
+        "nothing has to be removed for this amount: lower it, or leave the step out"
+        if target.amount > most
+        else "change the target, or allow more to be pruned (shares below 1; smaller target_args of upvit)"
+    ) + (load if target.runtime else "")
+    raise PlanError(message, hint=hint)
 
 
 def bisect(candidate: Callable[[float], T], target: Target[T]) -> tuple[T, float]:

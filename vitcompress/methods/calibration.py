@@ -48,8 +48,7 @@ def eval_batch(context: Context) -> int:
 
 def _check(images: Images, kind: str) -> Images:
     if not len(images):
-        raise InputError(
-            f"this method needs images, and there are no {kind} images",
-            hint="pass data: a data set of (image, label) pairs or (images, labels) batches; in a recipe set [data]",
-        )
+        message = f"this method needs images, and there are no {kind} images"
+        hint = "pass data: a data set of (image, label) pairs or (images, labels) batches; in a recipe set [data]"
+        raise InputError(message, hint=hint)
     return images

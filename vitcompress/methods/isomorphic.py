@@ -114,9 +114,8 @@ def _rank(spaces: Sequence[Space], scores: Scores, options: Options) -> Ranking:
     base.reject_unused(options, unused)
     check_target(options)
     if options.keep_ratio == options.keep_heads == options.keep_head_dim == 1:
-        raise PlanError(
-            "all shares are 1, so nothing is removed", hint="set keep_ratio, keep_heads or keep_head_dim below 1"
-        )
+        message = "all shares are 1, so nothing is removed"
+        raise PlanError(message, hint="set keep_ratio, keep_heads or keep_head_dim below 1")
     groups = groups_of(spaces, scores, options.scope)
     shares = {"head": options.keep_heads, "head_dim": options.keep_head_dim}
     keep = {g.scope: options.keep_ratio if g.scope == ALL else shares.get(g.kind, options.keep_ratio) for g in groups}

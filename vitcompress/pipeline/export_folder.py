@@ -88,10 +88,9 @@ def _source(folder: Path, dense: bool) -> RunFolder:
 def _check_name(exporter: Exporter, folder: Path, out: Path, options: ExportOptions, dense: bool) -> None:
     """Raise InputError for the name of a file of another model, format, precision, input or target."""
     if out.name.startswith(DENSE) is not dense and out.parent.resolve() == folder.resolve():
-        raise InputError(
-            f"{out} has the name of a file of the {'compressed' if dense else 'dense'} model",
-            hint=f"give another --out; names of files of the dense model, and of no others, begin with {DENSE!r}",
-        )
+        message = f"{out} has the name of a file of the {'compressed' if dense else 'dense'} model"
+        hint = f"give another --out; names of files of the dense model, and of no others, begin with {DENSE!r}"
+        raise InputError(message, hint=hint)
     if other := _describe_other(out, options):
         message = f"{out} is a file of another precision or input, or for other GPUs ({other})"
         raise InputError(message, hint="give another --out, or remove the file")

@@ -150,6 +150,5 @@ def check_weights(job: Job, *, download: bool = True) -> None:
 def check_expect(job: Job) -> None:
     """Raise InputError for an expected accuracy without images to measure it on."""
     if job.options.expect is not None and (reason := why_unchecked(job)):
-        raise InputError(
-            f"--expect cannot be checked: {reason}", hint="use data with test or held-out images, or leave it out"
-        )
+        message = f"--expect cannot be checked: {reason}"
+        raise InputError(message, hint="use data with test or held-out images, or leave it out")

@@ -59,12 +59,11 @@ from vitcompress.io.checks import Check, largest_difference, limit_check
 from vitcompress.io.files import decode_json_values
 from vitcompress.io.text import format_shape
 from vitcompress.models.cost import count_cost
-from vitcompress.models.create import InputConfig
+from vitcompress.models.create import InputConfig, create_on_meta
 from vitcompress.plan import Plan
-from vitcompress.surgery.shapes import PlannedTensor
+from vitcompress.surgery.shapes import PlannedTensor, planned_tensors
 from vitcompress.training.metrics import wilson
 from vitcompress.verify import tolerance
-from vitcompress.verify.weights import plan_rows
 
 # The type whose roundings a precision has: tf32 is as precise as fp16.
 TYPES = {"fp32": torch.float32, "tf32": torch.float16, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -214,7 +213,7 @@ class PlannedOriginal(Original):
 
     @cached_property
     def rows(self) -> tuple[PlannedTensor, ...]:
-        return plan_rows(self.plan)
+        return planned_tensors(create_on_meta(self.plan.arch, self.plan.arch_args), self.plan)
 
 
 def output_checks(path: Path, original: Original, device: str | None = None) -> list[Check]:

@@ -27,20 +27,14 @@ from vitcompress.io.files import decode_json_values
 from vitcompress.io.tensors import tensor_bytes
 from vitcompress.io.text import format_shape
 from vitcompress.models.arguments import shapes_of
-from vitcompress.models.create import create_on_meta, input_config
-from vitcompress.plan import Plan
-from vitcompress.surgery.shapes import PlannedTensor, Shape, planned_tensors
+from vitcompress.models.create import input_config
+from vitcompress.surgery.shapes import PlannedTensor, Shape
 
 CHECK = "weights"
 SMALL = 64  # values: larger tensors are no scalars and shapes that a graph computes with
 FEW = 16  # different values of a mask, at most
 WINDOW_MASK = -100.0  # of timm's Swin
 INDEX = (torch.int64, torch.int32, torch.bool)  # types that graphs index and select with
-
-
-def plan_rows(plan: Plan) -> tuple[PlannedTensor, ...]:
-    """Every tensor of the plan's dense model, and its shape after pruning."""
-    return planned_tensors(create_on_meta(plan.arch, plan.arch_args), plan)
 
 
 def shape_check(rows: Sequence[PlannedTensor], model: nn.Module) -> Check:

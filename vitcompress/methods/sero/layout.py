@@ -90,9 +90,8 @@ def _project_ragged(spaces: Sequence[Space], scores: Scores, ties: Scores, spars
     """is_global: whether one threshold covers all spaces."""
     total = sum(space.size for space in spaces)
     if round((1 - sparsity) * total) < 1:
-        raise PlanError(
-            f"sparsity is {sparsity:g}, which removes all {total} units: no layer would be left", hint="lower sparsity"
-        )
+        message = f"sparsity is {sparsity:g}, which removes all {total} units: no layer would be left"
+        raise PlanError(message, hint="lower sparsity")
     together = [list(spaces)] if is_global else [[space] for space in spaces]
     live: Live = {}
     for members in together:

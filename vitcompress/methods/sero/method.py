@@ -116,10 +116,9 @@ def _explore(copy: nn.Module, context: Context, options: Options) -> Exploration
     finally:
         exploration.close()
     if exploration.sparsity != options.sparsity:
-        raise VitcompressError(
-            "no refresh of the masks in the last epoch had finite gradients, so the exploration did not end",
-            hint="lower the learning rate, or use amp bf16 or none, and start over with --fresh",
-        )
+        message = "no refresh of the masks in the last epoch had finite gradients, so the exploration did not end"
+        hint = "lower the learning rate, or use amp bf16 or none, and start over with --fresh"
+        raise VitcompressError(message, hint=hint)
     return exploration
 
 

@@ -164,10 +164,8 @@ def execute_runs(runs: Sequence[Run], jobs: int, progress: Progress) -> None:
         progress.note(f"{number} of {len(runs)}: {run.name} {'failed' if problem else 'done'} ({seconds:.0f} s)")
     if failed:
         lines = [f"{', '.join(names)}: {problem}" for problem, names in failed.items()]
-        raise VitcompressError(
-            "\n  ".join([f"{sum(map(len, failed.values()))} of {len(runs)} runs failed", *lines]),
-            hint="the other runs are done; the same command repeats these",
-        )
+        message = "\n  ".join([f"{sum(map(len, failed.values()))} of {len(runs)} runs failed", *lines])
+        raise VitcompressError(message, hint="the other runs are done; the same command repeats these")
 
 
 def _run_in_processes(runs: Sequence[Run], jobs: int) -> Iterator[Outcome]:
