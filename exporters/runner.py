@@ -140,7 +140,7 @@ class QueuedCall(BoundCall):
 DESCRIPTION: dict[str, object] = {
     **dict.fromkeys(("artifact", "sha256", "runtime", "runtime_version", "device", "device_name", "provider")),
     **{"precision": None, "tf32": False, "threads": None, "sdpa": None},
-    **dict.fromkeys(("compile", "channels_last", "cuda_graph", "transfers"), False),
+    **dict.fromkeys(("compile", "cuda_graph", "transfers"), False),
     **dict.fromkeys(("graph_optimization", "weights")),
 }
 # Setting -> the only runtime that has it, and the artifacts that run there.

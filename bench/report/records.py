@@ -56,7 +56,6 @@ class RunnerRecord(RuntimeRecord):
     tf32: bool | None
     sdpa: str | None
     compile: bool
-    channels_last: bool
     cuda_graph: bool
     transfers: bool
     graph_optimization: str | int | None

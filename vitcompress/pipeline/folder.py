@@ -131,10 +131,9 @@ def claim_folder(folder: Path, progress: Progress | None = None) -> Iterator[Non
 
 def claim_run(folder: Path) -> AbstractContextManager[None]:
     """`claim_folder` of a run that may be working in `folder`; nothing for other and read-only folders, and links."""
-    state = RunFolder(folder).state
-    lock = RunFolder(state).lock
-    own = lock.is_file() and not (state.is_symlink() or lock.is_symlink()) and os.access(lock, os.W_OK)
-    return claim_folder(state) if own else nullcontext()
+    lock = RunFolder(RunFolder(folder).state).lock
+    usable = os.access(lock, os.W_OK) and not (lock.is_symlink() or lock.parent.is_symlink())
+    return claim_folder(lock.parent) if usable else nullcontext()
 
 
 @contextmanager
