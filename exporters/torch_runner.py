@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitcompress.errors import DeviceError, InputError
-from vitcompress.exporters.runner import BoundCall, QueuedCall, Runner, RunnerOptions
+from vitcompress.exporters.calls import BoundCall, QueuedCall
+from vitcompress.exporters.runner import Runner, RunnerOptions
 from vitcompress.io import hardware
 from vitcompress.models.create import input_config
 from vitcompress.training.datasets import check_images

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from vitcompress.errors import ArtifactError, DeviceError, VitcompressError
+from vitcompress.exporters.calls import BoundCall, QueuedCall
 from vitcompress.exporters.onnx import file, libraries, providers
 from vitcompress.exporters.onnx.providers import CPU, ProviderSettings
 from vitcompress.exporters.options import DEFAULTS
-from vitcompress.exporters.runner import BoundCall, QueuedCall, Runner, RunnerOptions, check_batch
+from vitcompress.exporters.runner import Runner, RunnerOptions, check_batch
 from vitcompress.exporters.sidecar import check_sha256, read_input
 from vitcompress.io import hardware
 from vitcompress.io.files import decode_json_values

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from vitcompress.errors import ArtifactError, DeviceError, MissingExtraError
-from vitcompress.exporters.runner import BoundCall, Runner, RunnerOptions
+from vitcompress.exporters.calls import BoundCall
+from vitcompress.exporters.runner import Runner, RunnerOptions
 from vitcompress.exporters.sidecar import check_sha256, read_input
 from vitcompress.io.files import decode_json_values
 

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from vitcompress.errors import ArtifactError, DeviceError
-from vitcompress.exporters.runner import BoundCall, Runner, RunnerOptions, check_batch
+from vitcompress.exporters.calls import BoundCall
+from vitcompress.exporters.runner import Runner, RunnerOptions, check_batch
 from vitcompress.exporters.sidecar import find_mismatches, read_input, read_sidecar, sidecar_path
 from vitcompress.exporters.tensorrt import flavours
 from vitcompress.exporters.tensorrt.flavours import FLAVOURS, HEADER, RTX, Flavour, capability, numbers

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vitcompress.errors import DeviceError
-from vitcompress.exporters.runner import QueuedCall
+from vitcompress.exporters.calls import QueuedCall
 from vitcompress.exporters.tensorrt.flavours import FLAVOURS, RTX, create_log
 from vitcompress.exporters.tensorrt.process import receive, send
 

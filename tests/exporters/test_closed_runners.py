@@ -11,7 +11,7 @@ from contracts import build, contract, images, traces
 from vitcompress.bench import timing
 from vitcompress.bench.artifacts import synthetic_images
 from vitcompress.errors import VitcompressError
-from vitcompress.exporters.runner import QueuedCall
+from vitcompress.exporters.calls import QueuedCall
 from vitcompress.exporters.runtimes import EXPORTERS, open_runner
 from vitcompress.models.checkpoint import write_model
 from vitcompress.models.create import input_config
