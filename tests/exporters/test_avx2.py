@@ -8,7 +8,7 @@ import pytest
 TESTS = [str(Path(__file__).with_name(name)) for name in ("test_quantize.py", "test_openvino_int8.py")]
 
 
-@pytest.mark.skipif(not avx2.AVAILABLE, reason="needs gdb and objdump on x86-64")
+@pytest.mark.skipif(not avx2.AVAILABLE, reason="needs gdb on x86-64")
 def test_files_in_int8_pass_their_tests_with_avx2(tmp_path: Path) -> None:
     """Only files with weights of 8 bits for ONNX Runtime and OpenVINO saturate, and are expected to."""
     log = tmp_path / "log.txt"

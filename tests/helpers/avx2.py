@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ try:
 except ImportError:
     gdb = None
 
+CPUID = b"\x0f\xa2"
 LIBRARIES = ("onnxruntime_pybind11", "libopenvino_intel_cpu_plugin", "libopenvino.so")
 FLAGS = re.compile(r"\b(avx512\w*|avx_(vnni|ifma|ne)\w*|amx_\w+|avx10\w*)\b")
 # (leaf, subleaf) -> register -> bits to remove (Intel's manual, volume 2, CPUID).
@@ -30,7 +31,7 @@ HIDDEN = {
     (7, 0): {"rbx": (16, 17, 21, 26, 27, 28, 30, 31), "rcx": (1, 6, 11, 12, 14), "rdx": (2, 3, 8, 22, 23, 24, 25)},
     (7, 1): {"rax": (4, 5, 21, 23), "rdx": (4, 5, 8, 10, 19)},
 }
-AVAILABLE = platform.machine() == "x86_64" and all(shutil.which(tool) for tool in ("gdb", "objdump"))
+AVAILABLE = platform.machine() == "x86_64" and shutil.which("gdb") is not None
 
 
 def run(arguments: Sequence[str], **options: Any) -> int:
@@ -47,14 +48,13 @@ def trace() -> None:
     gdb.execute("set $_exitcode = 1")  # unless the program ends
     for name in LIBRARIES:
         gdb.execute(f"catch load {name}")
-    known = set[str]()
+    known = set[range]()
     stop = gdb.execute("run", to_string=True)
     while gdb.selected_inferior().pid:
-        for start, path in mapped():
-            if path not in known and any(name in Path(path).name for name in LIBRARIES):
-                known.add(path)
-                for offset in instructions(path):
-                    gdb.execute(f"break *{start + offset:#x}", to_string=True)
+        for code in set(mapped()) - known:
+            known.add(code)
+            for address in instructions(code):
+                gdb.execute(f"break *{address:#x}", to_string=True)
         frame = gdb.selected_frame()
         if frame.architecture().disassemble(frame.pc())[0]["asm"].strip() == "cpuid":
             leaf, subleaf = (int(frame.read_register(name)) & 0xFFFFFFFF for name in ("rax", "rcx"))
@@ -67,20 +67,26 @@ def trace() -> None:
         stop = gdb.execute("continue", to_string=True)
 
 
-def mapped() -> list[tuple[int, str]]:
-    """First address and path of each mapped file."""
-    lines = Path(f"/proc/{gdb.selected_inferior().pid}/maps").read_text().splitlines()
-    starts: dict[str, int] = {}
-    for fields in (line.split(maxsplit=5) for line in lines):
-        if len(fields) == 6:
-            starts.setdefault(fields[5], int(fields[0].partition("-")[0], 16))
-    return [(start, path) for path, start in starts.items()]
+def mapped() -> Iterator[range]:
+    """The addresses of the code of `LIBRARIES`."""
+    for line in Path(f"/proc/{gdb.selected_inferior().pid}/maps").read_text().splitlines():
+        addresses, rights, *_, path = line.split(maxsplit=5)
+        if "x" in rights and any(name in Path(path).name for name in LIBRARIES):
+            yield range(*(int(address, 16) for address in addresses.split("-")))
 
 
-def instructions(path: str) -> list[int]:
-    """Offsets of `cpuid` in a library."""
-    text = subprocess.run(["objdump", "-d", "--no-show-raw-insn", path], capture_output=True, text=True, check=True)
-    return [int(offset, 16) for offset in re.findall(r"^\s*([0-9a-f]+):\s+cpuid", text.stdout, re.MULTILINE)]
+def instructions(code: range) -> Iterator[int]:
+    """The addresses of `cpuid`: of its two bytes, if decoding from three places before them reaches their first byte.
+
+    Instructions have up to 15 bytes. Decoding that starts inside one soon reaches the start of another.
+    """
+    process, at = gdb.selected_inferior(), code.start
+    decode = process.architecture().disassemble
+    while at := process.search_memory(at, code.stop - at, CPUID):
+        starts = [max(code.start, at - before) for before in (200, 150, 100)]
+        if all(decode(start, at)[-1]["addr"] == at for start in starts):
+            yield at
+        at += 1
 
 
 def inside(arguments: Sequence[str]) -> None:
