@@ -138,24 +138,22 @@ def test_exports_with_shared_traces_write_the_same_files(tmp_path: Path, monkeyp
     exporter, traces, count = torch.onnx.export, dict[Any, Any](), list[str]()
     model, x = build("plain", dtype=torch.float32), images("plain", dtype=torch.float32)
     about: Any = {"input": input_config(model), "calibrate": lambda source: calibrate(source, x, "int8")}
-    rescaled = {**about, "factors": measure_factors(model, x)}
+    factors = measure_factors(model, x)
     monkeypatch.setattr(torch.onnx, "export", lambda *args, **options: count.append("") or exporter(*args, **options))
     int8, fp32 = ExportOptions(precision="int8"), ExportOptions()
-    lean: list[Any] = [(int8, about), (fp32, about), (int8, rescaled), (fp32, rescaled), (int8, about)]
-    cases = [(options, one, True) for options, one in lean]
-    cases += [(int8, about, False), (fp32, about, False), (int8, rescaled, False)]
-    cases += [(ExportOptions(precision="fp16"), about, True), (fp32, about, True)]
-    cases += [(replace(int8, uint8=True), about, True), (replace(fp32, uint8=True), about, True)]
-    cases += [(replace(fp32, opset=22), about, True), (replace(int8, opset=22), about, True)]
-    alone = list[Exported]()
-    for number, (options, one, few) in enumerate(cases):
-        form: Any = {"form": "unsigned_input" if few else "float_bias", "lean": few, "options": options}
-        shared = export(model, tmp_path / f"{number}.onnx", **form, **one, traces=traces)
-        traced, same = len(count), cases.index((options, one, few))  # a case that is repeated is alone once
-        if same == number:
-            alone.append(export(model, tmp_path / "alone.onnx", **form, **one))
+    cases = [(options, scaled, True) for options, scaled in ((int8, 0), (fp32, 0), (int8, 1), (fp32, 1), (int8, 0))]
+    cases += [(fp32, 0, False), (int8, 1, False)]
+    cases += [(ExportOptions(precision="fp16"), 0, True), (fp32, 0, True)]
+    cases += [(replace(int8, uint8=True), 0, True), (replace(fp32, uint8=True), 0, True)]
+    cases += [(replace(fp32, opset=22), 0, True), (replace(int8, opset=22), 0, True)]
+    alone = dict[Any, Exported]()
+    for number, (options, scaled, few) in enumerate(cases):
+        form: Any = {"form": "unsigned_input" if few else "float_bias", "lean": few, "options": options, **about}
+        more: Any = {"factors": factors} if scaled else {}
+        shared = export(model, tmp_path / f"{number}.onnx", **form, **more, traces=traces)
+        traced, same = len(count), (options, few, scaled and options.precision == "int8")  # fp32 has no factors
+        if same not in alone:
+            alone[same] = export(model, tmp_path / "alone.onnx", **form, **more)
             del count[traced:]
-        else:
-            alone.append(alone[same])
-        assert shared.sha256 == alone[number].sha256 and shared.metadata == alone[number].metadata, (number, options)
+        assert shared.sha256 == alone[same].sha256 and shared.metadata == alone[same].metadata, (number, options)
     assert len(count) == 5, "fp32, rescaled, fp16, bytes, opset 22"
