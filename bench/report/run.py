@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -66,10 +67,13 @@ def read_record(path: Path, kind: Any) -> Any:
     return check_record(path, read_json(path), kind)
 
 
+_adapter = cache(TypeAdapter)  # building one takes longer than checking a record
+
+
 def check_record(path: Path, data: Any, kind: Any, problem: str = "has other contents", hint: str = RESTORE) -> Any:
     """`data`, read from `path`. Raises ArtifactError with `problem` and `hint` if it is not of the type `kind`."""
     try:
-        TypeAdapter(kind).validate_python(data)
+        _adapter(kind).validate_python(data)
     except ValidationError as error:
         first = error.errors(include_input=False)[0]
         place = ".".join(map(str, first["loc"]))
