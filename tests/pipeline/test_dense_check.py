@@ -1,6 +1,7 @@
 """The dense model is measured before the first step, with the preprocessing that the user sets."""
 
 import json
+import shutil
 from argparse import Namespace
 from itertools import product
 from pathlib import Path
@@ -45,19 +46,18 @@ device = "cpu"
 NAMES = ("dark grey", "grey", "light grey", "white")
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Colour images in classes of brightness, and weights that are right on images with ImageNet's mean and std."""
-    begin(tmp_path / "home", monkeypatch)
-    generator = np.random.default_rng(0)
+    folder, generator = tmp_path_factory.mktemp("world"), np.random.default_rng(0)
     for (label, name), split, number in product(enumerate(NAMES), ("train", "val"), range(12)):
-        place = Path("pictures", split, name)
+        place = folder / "pictures" / split / name
         place.mkdir(parents=True, exist_ok=True)
         pixels = generator.normal(40 + 55 * label, 9, (8, 8, 3)).clip(0, 255).astype(np.uint8)
         Image.fromarray(pixels).save(place / f"{number}.png")
     torch.manual_seed(0)
     model = timm.create_model("vit_tiny_patch16_224", num_classes=4, **ARGS)
-    files = sorted(Path("pictures", "train").rglob("*.png"))
+    files = sorted((folder / "pictures" / "train").rglob("*.png"))
     labels = torch.tensor([NAMES.index(file.parent.name) for file in files])
     mean, std = (torch.tensor(IMAGENET[key]).view(3, 1, 1) for key in ("mean", "std"))
     pixels = torch.stack([torch.from_numpy(np.array(Image.open(file))).permute(2, 0, 1) / 255 for file in files])
@@ -66,10 +66,18 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model((pixels - mean) / std), labels).backward()
         optimizer.step()
-    torch.save(model.state_dict(), "plain.pth")
+    torch.save(model.state_dict(), folder / "plain.pth")
     options = Namespace(model="vit_tiny_patch16_224", **IMAGENET)
-    torch.save({"state_dict": model.state_dict(), "epoch": 3, "args": options}, "last.pth.tar")
-    Path("mine.toml").write_text(RECIPE)
+    torch.save({"state_dict": model.state_dict(), "epoch": 3, "args": options}, folder / "last.pth.tar")
+    (folder / "mine.toml").write_text(RECIPE)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def home(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of `world` as the working folder."""
+    begin(tmp_path / "home", monkeypatch)
+    shutil.copytree(world, ".", dirs_exist_ok=True)
 
 
 def run(*words: str, code: int = 0) -> dict[str, Any]:
