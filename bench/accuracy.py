@@ -1,4 +1,4 @@
-"""Top-1 and top-5 of artifacts on the same labelled images, with counts and a test of their difference."""
+"""Top-1 and top-5 of artifacts on the same labeled images, with counts and a test of their difference."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack

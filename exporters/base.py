@@ -75,8 +75,8 @@ class Stored:
     size: bytes of its values. own: bytes that no earlier tensor of the file uses.
     read(): the values as bytes, in C order; raises ArtifactError if the file is damaged.
     index: whether its type is one that graphs index and select with (int32, int64, bool), or it is the scale of a
-        quantised tensor. Integers of other types may be quantised weights.
-    dequantized(): of a quantised tensor, the values that it represents, and half the distances to the next ones.
+        quantized tensor. Integers of other types may be quantized weights.
+    dequantized(): of a quantized tensor, the values that it represents, and half the distances to the next ones.
     """
 
     name: str

@@ -58,7 +58,7 @@ class ExportOptions:
     ] = "minmax"
     smooth: Annotated[bool, Doc("int8 and fp8: move scales of channels from LayerNorms into the next layers")] = False
     uint8: Annotated[
-        bool, Doc("the file takes bytes, (batch, height, width, channels) of 0 to 255, and normalises them itself")
+        bool, Doc("the file takes bytes, (batch, height, width, channels) of 0 to 255, and normalizes them itself")
     ] = False
     optimization_level: Annotated[int | None, Ge(0), Le(5), Doc("0 (fast build) to 5 (fast engine); None: default")] = (
         None

@@ -34,7 +34,7 @@ class Ranges:
 
 @torch.no_grad()
 def scan_ranges(model: nn.Module, images: Tensor) -> Ranges:
-    """The ranges of `model` in fp32 on normalised `images`, (count, channels, height, width)."""
+    """The ranges of `model` in fp32 on normalized `images`, (count, channels, height, width)."""
     largest, copy = _Largest(), deepcopy(model).float().requires_grad_(False)  # see `copy_to_meta`
     for name, module in copy.named_modules():
         module.register_forward_hook(lambda _, args, out, name=name: largest.record_output(name, out))

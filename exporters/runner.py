@@ -70,7 +70,7 @@ class Runner(ABC):
     """A model that can be run, described and timed.
 
     input: preprocessing of images; None if the artifact does not state it. input_size: (channels, height, width).
-    takes_bytes: the file takes bytes with channels last and normalises them itself.
+    takes_bytes: the file takes bytes with channels last and normalizes them itself.
     """
 
     input: InputConfig | None
@@ -142,17 +142,17 @@ def check_batch(name: str, allowed: Sequence[int], images: int) -> None:
 
 
 def prepare_input(images: Tensor, input: InputConfig | None, *, uint8: bool) -> np.ndarray:
-    """Images as a file takes them: normalised float32, or with `uint8` bytes with channels last.
+    """Images as a file takes them: normalized float32, or with `uint8` bytes with channels last.
 
-    images: (batch, channels, height, width), normalised; with `uint8` also bytes, (batch, height, width, channels).
-    Raises ArtifactError if the file takes bytes and does not state their normalisation.
+    images: (batch, channels, height, width), normalized; with `uint8` also bytes, (batch, height, width, channels).
+    Raises ArtifactError if the file takes bytes and does not state their normalization.
     """
     images = images.detach().cpu()
     if not uint8:
         images = images.float()
     elif images.dtype != torch.uint8:
         if input is None:
-            message = "the file takes bytes and does not state how it normalises them"
+            message = "the file takes bytes and does not state how it normalizes them"
             raise ArtifactError(message, hint="export it with vitcompress")
         images = to_bytes(images, input)
     return np.ascontiguousarray(images.numpy())

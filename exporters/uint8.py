@@ -1,4 +1,4 @@
-"""Images as bytes: the normalisation of a model's inputs, folded into its first convolution.
+"""Images as bytes: the normalization of a model's inputs, folded into its first convolution.
 
 For a convolution without padding, with channels c and taps i, j,
 
@@ -6,7 +6,7 @@ For a convolution without padding, with channels c and taps i, j,
     W'[:, c] = W[:, c] s / (255 std_c),   b' = b - sum_cij W[:, c, i, j] mean_c / std_c.
 
 s is 1 in fp32. In half precision it is 256: x / 256 is exact there, and W' has no subnormal numbers. A convolution that
-pads (PVTv2) adds zeros to normalised images, which no byte represents: there the images are normalised first.
+pads (PVTv2) adds zeros to normalized images, which no byte represents: there the images are normalized first.
 """
 
 from copy import deepcopy
@@ -26,7 +26,7 @@ def build_deployed(
 ) -> nn.Module:
     """The module that is exported: `model` in `precision`. Raises like `convert_precision`.
 
-    Its inputs are normalised images, (batch, channels, height, width), or with `uint8` numbers from 0 to 255 of any
+    Its inputs are normalized images, (batch, channels, height, width), or with `uint8` numbers from 0 to 255 of any
     type, (batch, height, width, channels).
     """
     model = fix_size(model, input)
@@ -45,13 +45,13 @@ def fix_size(model: nn.Module, input: InputConfig) -> nn.Module:
 
 
 def can_fold_normalization(model: nn.Module) -> bool:
-    """Whether the normalisation can be folded into the first convolution: only if that does not pad."""
+    """Whether the normalization can be folded into the first convolution: only if that does not pad."""
     stem = model.get_submodule(family_of(model).stem)
     return isinstance(stem, nn.Conv2d) and stem.padding in ((0, 0), 0, "valid")
 
 
 def fold_normalization(model: nn.Module, input: InputConfig, scale: int = 1) -> nn.Module:
-    """A copy of `model` whose first convolution takes x / scale, with x from 0 to 255, instead of normalised images."""
+    """A copy of `model` whose first convolution takes x / scale, with x from 0 to 255, instead of normalized images."""
     copy = deepcopy(model)
     stem = copy.get_submodule(family_of(copy).stem)
     assert isinstance(stem, nn.Conv2d)
@@ -65,14 +65,14 @@ def fold_normalization(model: nn.Module, input: InputConfig, scale: int = 1) -> 
 
 
 class ByteInput(nn.Module):
-    """A model that takes bytes. input: it normalises them as stated here; None: its first convolution does."""
+    """A model that takes bytes. input: it normalizes them as stated here; None: its first convolution does."""
 
     factor: Tensor
     offset: Tensor
 
     def __init__(self, model: nn.Module, scale: int, input: InputConfig | None = None) -> None:
         super().__init__()
-        self.model, self.scale, self.normalises = model, scale, input is not None
+        self.model, self.scale, self.normalizes = model, scale, input is not None
         mean, std = (torch.tensor(values)[:, None, None] for values in ((input.mean, input.std) if input else ((), ())))
         self.register_buffer("factor", 1 / (LARGEST * std), persistent=False)
         self.register_buffer("offset", mean / std, persistent=False)
@@ -80,7 +80,7 @@ class ByteInput(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: (batch, height, width, channels), 0 to 255 -> logits, (batch, classes)."""
         images = x.to(self.factor.dtype).permute(0, 3, 1, 2)  # TensorRT supports no operation on bytes but a cast
-        if self.normalises:
+        if self.normalizes:
             images = images * self.factor - self.offset
         elif self.scale != 1:
             images = images / self.scale
@@ -89,14 +89,14 @@ class ByteInput(nn.Module):
 
 
 def to_bytes(images: Tensor, input: InputConfig) -> Tensor:
-    """Normalised images, (batch, channels, height, width), as the nearest bytes, (batch, height, width, channels)."""
+    """Normalized images, (batch, channels, height, width), as the nearest bytes, (batch, height, width, channels)."""
     mean, std = _statistics(input, images.device)
     values: Tensor = (images.double() * std + mean) * LARGEST
     return values.round().clamp(0, LARGEST).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 
 def from_bytes(bytes: Tensor, input: InputConfig) -> Tensor:
-    """Bytes, (batch, height, width, channels), as normalised images in float32, (batch, channels, height, width)."""
+    """Bytes, (batch, height, width, channels), as normalized images in float32, (batch, channels, height, width)."""
     mean, std = _statistics(input, bytes.device)
     images: Tensor = (bytes.permute(0, 3, 1, 2).double() / LARGEST - mean) / std
     return images.float().contiguous()

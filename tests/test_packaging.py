@@ -69,7 +69,7 @@ def test_only_vitcompress_reaches_site_packages(wheel: Path) -> None:
     assert {top for top in tops if not top.endswith(".dist-info")} == {"vitcompress"}
 
 
-def test_the_licence_is_packed(wheel: Path) -> None:
+def test_the_license_is_packed(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert any(name.endswith("licenses/LICENSE") for name in names)
 

@@ -56,7 +56,7 @@ def test_the_readme_shows_the_installation_without_cuda_beside_the_first_command
     assert "VITCOMPRESS_CPU=1 pip install -r requirements-cpu.txt" in lines[first + 1]
 
 
-def test_the_citation_has_the_version_and_licence_of_the_package() -> None:
+def test_the_citation_has_the_version_and_license_of_the_package() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert (citation["version"], citation["license"]) == (PROJECT["version"], PROJECT["license"])
     assert {"cff-version", "message", "title", "authors"} <= set(citation)

@@ -116,7 +116,7 @@ def test_speeds_that_the_readme_quotes() -> None:
     figures = [known[f"realised {name}"] for name in (*defaults, "deit_iso_2_6g aligned", "hetdpt_plus_2_4g aligned")]
     ratios = [figure["ratio"] for figure in figures]
     text = " ".join(TEXTS["README.md"].split())
-    assert f"realises {min(ratios):.3f} to {max(ratios):.3f} of the MACs ratio" in text
+    assert f"realizes {min(ratios):.3f} to {max(ratios):.3f} of the MACs ratio" in text
     for figure, name in ((figures[0], "deit_s_hetdpt"), (figures[-1], "hetdpt_plus_2_4g")):
         assert f"{figure['speedup']:.2f}x for `{name}`" in text
 
@@ -232,7 +232,7 @@ def test_accuracies_and_flips_of_int8() -> None:
 
 def test_cost_of_eight_bits() -> None:
     results, text = content("eight-bits-epyc.json"), " ".join(TEXTS["bench/results/README.md"].split())
-    seconds = zip(results["seconds"]["quantise"], results["seconds"]["fp32_pass"], strict=True)
+    seconds = zip(results["seconds"]["quantize"], results["seconds"]["fp32_pass"], strict=True)
     assert f"takes {median(a / b for a, b in seconds):.2f} times as long as one pass" in text
     assert f"at most {results['peak_gib']:.1f} GiB of memory" in text
     shown = rows(TEXTS["bench/results/README.md"].split("| recipe | dense model | pruned model |")[1], "`")[:5]

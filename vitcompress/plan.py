@@ -47,7 +47,7 @@ class Plan:
         branch: `mean_gate` (the gate is constant, computed from its bias) or `drop_gate` (the gate is 1). FFN and
         block: `drop`.
     appended: block -> activation applied to the block's output (`gelu`: released HetDPT, blocks that lost both).
-    folded: modules multiplied into a neighbouring linear layer: FFNs (fc1 and fc2 become one layer) and LayerScales.
+    folded: modules multiplied into a neighboring linear layer: FFNs (fc1 and fc2 become one layer) and LayerScales.
     kept: space -> channels of the dense model, ordered (never sorted: UP-ViT regroups heads by permutation). The
         spaces of the attention `BLOCK.attn` are `BLOCK.qk`, `BLOCK.v` and `BLOCK.sr`.
     heads: attention -> number of heads, where it changed.

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from vitcompress.bench.plots.figure import COLOURS, MARKS, new_figure, save_figure
+from vitcompress.bench.plots.figure import COLORS, MARKS, new_figure, save_figure
 from vitcompress.bench.plots.structure import LAYERS, WIDTHS, Layer, Structure, Width, describe_structure
 from vitcompress.errors import ArtifactError
 from vitcompress.io.plugins import is_plugin
@@ -16,9 +16,9 @@ from vitcompress.methods.table import METHODS, find_method
 from vitcompress.models.checkpoint import read_plan
 from vitcompress.plan import Plan
 
-GREY = "#f4f4f4"
-STATES = {"kept": "#4c78a8", "replaced": "#f2b45c", "removed": GREY}
-CELL, MARGIN = 0.5, 2.2  # inches: width of a block, and of names and colour bar
+GRAY = "#f4f4f4"
+STATES = {"kept": "#4c78a8", "replaced": "#f2b45c", "removed": GRAY}
+CELL, MARGIN = 0.5, 2.2  # inches: width of a block, and of names and color bar
 COLUMNS = 2  # of charts
 Panel = Literal["layers", "widths"]
 TITLES: dict[Panel, str] = {"layers": "layers", "widths": "remaining channels, % of the dense model's"}
@@ -77,10 +77,10 @@ def draw_panel(axes: Any, structure: Structure, panel: Panel) -> None:
     for row, cells in enumerate(rows.values()):
         for column, cell in zip([*range(count), count + 0.5], cells, strict=True):
             if cell is not None:
-                text, colour, hatched, ink = _style(cell)
+                text, color, hatched, ink = _style(cell)
                 hatch = "///" if hatched else None
-                axes.add_patch(Rectangle((column, row), 1, 1, fc=colour, ec="grey", lw=0.6, hatch=hatch))
-                box = {"fc": GREY, "ec": "none", "pad": 0.8} if hatched and text else None
+                axes.add_patch(Rectangle((column, row), 1, 1, fc=color, ec="gray", lw=0.6, hatch=hatch))
+                box = {"fc": GRAY, "ec": "none", "pad": 0.8} if hatched and text else None
                 style = {"ha": "center", "va": "center", "fontsize": 7, "color": ink}
                 axes.text(column + 0.5, row + 0.5, text, bbox=box, **style)
     axes.set(xlim=(-0.1, count + 1.6), ylim=(len(rows) + 0.1, -0.1))
@@ -105,7 +105,7 @@ def _rows(structure: Structure, panel: Panel) -> dict[str, list[Layer | Width | 
 
 
 def _style(cell: Layer | Width | str) -> tuple[str, Any, bool, str]:
-    """Text and colour of a square, whether it is hatched, and the colour of the text."""
+    """Text and color of a square, whether it is hatched, and the color of the text."""
     from matplotlib import colormaps
 
     if isinstance(cell, str):
@@ -114,15 +114,15 @@ def _style(cell: Layer | Width | str) -> tuple[str, Any, bool, str]:
         return cell.word, STATES[cell.state], cell.state == "removed", "black"
     share = cell.kept / cell.dense if cell.dense else 0.0
     text = "linear" if cell.linear else f"{100 * share:.0f}"
-    colour = colormaps["YlGnBu"](0.1 + 0.75 * share) if cell.kept else GREY
-    return text, colour, not cell.kept and not cell.linear, "white" if share > 0.6 else "black"
+    color = colormaps["YlGnBu"](0.1 + 0.75 * share) if cell.kept else GRAY
+    return text, color, not cell.kept and not cell.linear, "white" if share > 0.6 else "black"
 
 
 def state_patches() -> list[Any]:
     """Legend entries for the states of layers."""
     from matplotlib.patches import Patch
 
-    return [Patch(fc=c, ec="grey", hatch="///" * (s == "removed"), label=s) for s, c in STATES.items()]
+    return [Patch(fc=c, ec="gray", hatch="///" * (s == "removed"), label=s) for s, c in STATES.items()]
 
 
 def charts_figure(charts: Sequence[Chart], title: str) -> Any:
@@ -148,9 +148,9 @@ def _draw_chart(axes: Any, chart: Chart) -> None:
     for number, line in enumerate(chart.lines):
         group = line.group or line.name
         place, depth = groups.index(group), number / max(1, len(chart.lines) - 1)
-        colour = colormaps["viridis"](0.9 * depth) if chart.by_depth else COLOURS[place % len(COLOURS)]
+        color = colormaps["viridis"](0.9 * depth) if chart.by_depth else COLORS[place % len(COLORS)]
         label = None if chart.by_depth or len(groups) > len(MARKS) else group
-        _draw_line(axes, line, colour, MARKS[place % len(MARKS)], label)
+        _draw_line(axes, line, color, MARKS[place % len(MARKS)], label)
     if chart.level is not None:
         axes.axhline(chart.level, color="black", lw=0.8, ls="--", label="threshold")
     if chart.log:
@@ -166,7 +166,7 @@ def _draw_chart(axes: Any, chart: Chart) -> None:
 
 
 def _add_depth_bar(axes: Any) -> None:
-    """A colour bar from the first block to the last instead of a legend."""
+    """A color bar from the first block to the last instead of a legend."""
     from matplotlib import cm, colormaps, colors
 
     shades = colors.ListedColormap([colormaps["viridis"](0.9 * n / 255) for n in range(256)])
@@ -174,20 +174,20 @@ def _add_depth_bar(axes: Any) -> None:
     bar.ax.set_yticklabels(["first block", "last"], fontsize="small")
 
 
-def _draw_line(axes: Any, line: Line, colour: Any, marker: str, label: str | None) -> None:
+def _draw_line(axes: Any, line: Line, color: Any, marker: str, label: str | None) -> None:
     """Draw the line faint, and its kept part strong under `label`."""
     from matplotlib.patheffects import withStroke
 
     gone = list(line.gone) or [False] * len(line.y)
     points = marker if len(line.y) <= 40 else None
     if any(gone):
-        axes.plot(line.x, line.y, color=colour, lw=0.8, alpha=0.35, marker=points, ms=3, mfc="white")
+        axes.plot(line.x, line.y, color=color, lw=0.8, alpha=0.35, marker=points, ms=3, mfc="white")
     if not all(gone):
         kept = [float("nan") if out else y for y, out in zip(line.y, gone, strict=True)]
-        axes.plot(line.x, kept, color=colour, lw=1.6, marker=points, ms=4, label=label)
+        axes.plot(line.x, kept, color=color, lw=1.6, marker=points, ms=4, label=label)
     if line.mark:  # the last point, with its text above other lines
         end = (line.x[-1], line.y[-1])
-        axes.plot(*end, color=colour, marker=marker, ms=6, mec="black", zorder=4)
+        axes.plot(*end, color=color, marker=marker, ms=6, mec="black", zorder=4)
         place = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center", "va": "bottom", "zorder": 5}
         outline = [withStroke(linewidth=2.5, foreground="white")]
         axes.annotate(line.mark, end, fontsize="small", weight="bold", path_effects=outline, **place)

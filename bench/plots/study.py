@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from vitcompress.bench.plots.figure import COLOURS, MARKS, new_figure, save_figure
+from vitcompress.bench.plots.figure import COLORS, MARKS, new_figure, save_figure
 from vitcompress.bench.plots.run import TITLES, Panel, draw_panel, state_patches
 from vitcompress.bench.plots.structure import Structure, describe_structure
 from vitcompress.plan import Plan
@@ -84,7 +84,7 @@ def grid_figure(shown: Mapping[str, Sequence[Structure]], panel: Panel) -> Any:
 def accuracy_figure(study: Row) -> Any:
     """Mean accuracy, with a bar from the worst to the best seed, against MACs and, if measured, against speed.
 
-    Methods are strong lines through their budgets; the curves that they are compared with have their colour and hollow
+    Methods are strong lines through their budgets; the curves that they are compared with have their color and hollow
     marks. Rows far below the rest are named at the lower edge.
     """
     seeds: dict[str, list[float]] = {}  # top-1 of every seed of a row, percent
@@ -100,7 +100,7 @@ def accuracy_figure(study: Row) -> Any:
             means = [fmean(top) for top in tops]
             ends = [[fmean(top) - min(top) for top in tops], [max(top) - fmean(top) for top in tops]]
             axes.errorbar([row[key] for row in curve], means, yerr=ends, capsize=2, elinewidth=0.7, **style)
-        axes.axhline(100 * study["dense"]["top1_mean"], color="grey", ls=":", lw=1, label="dense")
+        axes.axhline(100 * study["dense"]["top1_mean"], color="gray", ls=":", lw=1, label="dense")
         axes.set(xlabel=label, ylabel="top-1 on the test images, %", xscale="log")
         costs = [1.0, *(row[key] for row in rows)]
         coarse, fine = ([tick for tick in of if min(costs) <= tick <= max(costs)] for of in (TICKS, FINE_TICKS))
@@ -110,7 +110,7 @@ def accuracy_figure(study: Row) -> Any:
         _limit_to_majority(axes, rows, key, seeds)
     figure.axes[0].invert_xaxis()
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    title = "bars: worst to best seed\nhollow: compared with the filled\none of the same colour"
+    title = "bars: worst to best seed\nhollow: compared with the filled\none of the same color"
     style = {"loc": "outside right upper", "fontsize": "small", "frameon": False, "title_fontsize": "small"}
     figure.legend(handles, labels, title=title, **style)
     return figure
@@ -118,14 +118,14 @@ def accuracy_figure(study: Row) -> Any:
 
 def _curves(rows: Sequence[Row]) -> Iterator[tuple[dict[str, Any], list[Row]]]:
     """Style of each curve, and its rows from the highest cost on."""
-    styles = {curve: (COLOURS[n % len(COLOURS)], MARKS[n % len(MARKS)]) for n, curve in enumerate(_methods(rows))}
+    styles = {curve: (COLORS[n % len(COLORS)], MARKS[n % len(MARKS)]) for n, curve in enumerate(_methods(rows))}
     rivals: dict[str, int] = {}
     baselines = iter("*" + MARKS[::-1])  # methods use them from the first on
     for curve in dict.fromkeys(row["curve"] for row in rows):
         own = sorted((row for row in rows if row["curve"] == curve), key=lambda row: -row["macs"])
         if curve in styles:
-            colour, mark = styles[curve]
-            yield {"color": colour, "marker": mark, "ms": 6, "ls": "-", "label": curve}, own
+            color, mark = styles[curve]
+            yield {"color": color, "marker": mark, "ms": 6, "ls": "-", "label": curve}, own
         elif not own[0]["against"]:
             style = {"color": "black", "marker": next(baselines, "*"), "ms": 11, "ls": "none"}
             yield {"label": own[0]["title"], **style}, own
@@ -133,7 +133,7 @@ def _curves(rows: Sequence[Row]) -> Iterator[tuple[dict[str, Any], list[Row]]]:
             method = own[0]["against"][0]
             rivals[method] = rivals.get(method, 0) + 1
             style = {"marker": MARKS[rivals[method] % len(MARKS)], "mfc": "white", "ms": 5, "ls": ":", "lw": 0.6}
-            yield {"color": styles[method][0] if method in styles else "grey", "label": curve, **style}, own
+            yield {"color": styles[method][0] if method in styles else "gray", "label": curve, **style}, own
 
 
 def _limit_to_majority(axes: Any, rows: Sequence[Row], key: str, seeds: Mapping[str, Sequence[float]]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, NotRequired, TypedDict
 
-from vitcompress.bench.plots.figure import COLOURS, MARKS, check_path, new_figure, save_figure
+from vitcompress.bench.plots.figure import COLORS, MARKS, check_path, new_figure, save_figure
 from vitcompress.bench.report.files import format_accuracy, pairs
 from vitcompress.bench.report.records import AccuracyRecord, RatioRecord, Report, TableRecord
 from vitcompress.bench.report.run import count_verdicts
@@ -129,11 +129,11 @@ def plot(runs: Mapping[str, Report], path: Path) -> Path:
         x, y = point.ratio["median"] if point.ratio else 1.0, 100 * point.accuracy["top1"]
         left, right = point.ratio["ci95"] if point.ratio else (None, None)
         low, high = (100 * end for end in point.accuracy["top1_ci95"])
-        style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKS[number % len(MARKS)], "label": point.run}
-        style |= {} if point.ratio else {"color": "grey", "mfc": "white"}
+        style = {"color": COLORS[number % len(COLORS)], "marker": MARKS[number % len(MARKS)], "label": point.run}
+        style |= {} if point.ratio else {"color": "gray", "mfc": "white"}
         bar = None if left is None or right is None else [[x - left], [right - x]]  # None: too few rounds
         axes.errorbar([x], [y], xerr=bar, yerr=[[y - low], [high - y]], ls="none", capsize=3, **style)
-    axes.axvline(1.0, linestyle=":", color="lightgrey")
+    axes.axvline(1.0, linestyle=":", color="lightgray")
     runtimes = " or ".join(dict.fromkeys(point.runtime for point in shown if point.runtime))
     axes.set(xlabel=f"times as fast as its dense model ({runtimes})", ylabel="top-1 on the test images, %")
     axes.set_title("bars: 95 % intervals", fontsize="small", loc="left")

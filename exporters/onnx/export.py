@@ -71,8 +71,8 @@ def export(
 ) -> Exported:
     """Write `model` to `path` and its sidecar to `<path>.json`. On failure nothing is left behind.
 
-    The file maps `images` (batch, channels, height, width), float32, normalised, to `logits` (batch, classes), float32,
-    for any batch. With `uint8` it takes bytes, (batch, height, width, channels), and normalises them.
+    The file maps `images` (batch, channels, height, width), float32, normalized, to `logits` (batch, classes), float32,
+    for any batch. With `uint8` it takes bytes, (batch, height, width, channels), and normalizes them.
 
     Args:
         options: only precision, islands, weight_bits, uint8 and opset (20 to 23; None: 20, or 22 for bf16) apply.
@@ -162,7 +162,7 @@ def check_options(options: ExportOptions) -> None:
     if wrong := [name for name in options.changed() if name in useless]:
         raise InputError(f"{wrong[0]} has no effect in {options.precision}", hint="omit it, or use --precision int8")
     if options.precision == "fp8" and (options.opset or DEFAULT_OPSET) >= ATTENTION_NODE_FROM:
-        message = f"opset {options.opset} exports attention as one node, whose products have no inputs to quantise"
+        message = f"opset {options.opset} exports attention as one node, whose products have no inputs to quantize"
         raise InputError(message, hint=f"use --opset {DEFAULT_OPSET} or omit it")
     if options.islands and options.precision not in (*HALF, *EIGHT_BITS):
         message = f"islands name fp32 layers, but the whole model is {options.precision}"
@@ -184,7 +184,7 @@ def _labels(model: nn.Module, options: ExportOptions, about: ModelInfo) -> dict[
         "islands": list(expand_layers(model, options.islands)) if options.islands else [],
         "input": "uint8" if options.uint8 else "float32",
         "layout": "NHWC" if options.uint8 else "NCHW",
-        "normalisation": place if options.uint8 else "by the caller",
+        "normalization": place if options.uint8 else "by the caller",
     }
 
 

@@ -187,7 +187,7 @@ def weight_key(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _source(value: onnx_ir.Value) -> onnx_ir.Value:
-    """The stored tensor of a value that is dequantised or converted, other values as they are."""
+    """The stored tensor of a value that is dequantized or converted, other values as they are."""
     node = value.producer()
     return node.inputs[0] or value if node is not None and node.op_type in ("DequantizeLinear", "Cast") else value
 

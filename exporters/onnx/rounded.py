@@ -29,7 +29,7 @@ CHUNK = 16  # images at a time
 
 
 def rounded_logits(path: Path, images: Tensor) -> Tensor:
-    """Logits of the file `path` for normalised `images`, (count, channels, height, width), rounded at every step.
+    """Logits of the file `path` for normalized `images`, (count, channels, height, width), rounded at every step.
 
     Raises ArtifactError if ONNX Runtime cannot run the file.
     """
@@ -40,7 +40,7 @@ def rounded_logits(path: Path, images: Tensor) -> Tensor:
 def open_changed(
     path: Path, change: Callable[[Any], Any], *, optimize: bool = False
 ) -> Callable[[Tensor], list[Tensor]]:
-    """The file `path`, after `change` of its protobuf, as a function from normalised images to all outputs."""
+    """The file `path`, after `change` of its protobuf, as a function from normalized images to all outputs."""
     model = file.read_onnx(path)
     config = read_input(str(path), decode_json_values(file.metadata(model)))
     uint8 = model.graph.input[0].type.tensor_type.elem_type == TensorProto.UINT8
@@ -50,7 +50,7 @@ def open_changed(
 
 
 def open_session(path: Path, model: Any, *, optimize: bool = False) -> Any:
-    """A session of `model`, whose weights may be in files beside `path`, by default without any optimisation."""
+    """A session of `model`, whose weights may be in files beside `path`, by default without any optimization."""
     ort = load_onnxruntime()
     options = ort.SessionOptions()
     options.log_severity_level = 4

@@ -148,7 +148,7 @@ class OnnxRunner(Runner):
         On CUDA a pass is queued on the session's stream. Each binding has its own CUDA graph.
         """
         if self.takes_bytes and self.input is None:
-            # Bytes for a file that does not state their normalisation, which is enough to time it.
+            # Bytes for a file that does not state their normalization, which is enough to time it.
             images = (64 * images.cpu() + 128).clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
         data = self._prepare(images)
         if self._transfers:

@@ -169,7 +169,7 @@ def _first_rows(graph: ir.Graph, value: ir.Value, rows: Rows, slices: Slices) ->
 
 
 def constant(graph: ir.Graph, values: np.ndarray, name: str) -> ir.Value:
-    """A new initialiser with a unique name that starts with `name`."""
+    """A new initializer with a unique name that starts with `name`."""
     while name in graph.initializers:
         name += "_"
     tensor = ir.tensor(values, name=name)

@@ -30,7 +30,7 @@ from vitcompress.io.progress import Progress
 REASON = "decomposed attention, which OpenVINO fuses when it loads the file, at any widths of q/k and v"
 FULL = 2**16  # a disk with fewer free bytes is reported as full
 INDEX = ("i64", "i32", "boolean")
-SCALED = ["FakeQuantize", "Add", "Multiply", "MVN"]  # a quantised LayerNorm, from its end
+SCALED = ["FakeQuantize", "Add", "Multiply", "MVN"]  # a quantized LayerNorm, from its end
 NESTED = ("If", "Loop", "TensorIterator")  # operations with graphs of their own
 
 
@@ -90,9 +90,9 @@ def _convert(source: Path, labels: dict[str, str], target: Path) -> None:
 
 
 def _separate_scales(model: Any) -> None:
-    """Quantise the output of each LayerNorm with an axis of size 1 in front.
+    """Quantize the output of each LayerNorm with an axis of size 1 in front.
 
-    The CPU plugin joins a scale and shift per column of a matrix with the quantisation after it, in a slow kernel.
+    The CPU plugin joins a scale and shift per column of a matrix with the quantization after it, in a slow kernel.
     """
     opset = runner.load().opset13
     for node in model.get_ops():
@@ -115,7 +115,7 @@ def read_contents(path: Path) -> Contents:
         raise ArtifactError(message, hint="export it with vitcompress")
     places, stored = set[int](), []
     constants = [node for node in model.get_ops() if node.get_type_name() == "Constant"]
-    # Names that the quantiser gives: of a tensor, and of its scale and its zero point, which is 0.
+    # Names that the quantizer gives: of a tensor, and of its scale and its zero point, which is 0.
     arrays = {node.get_friendly_name(): node.data for node in constants}
     integers = [name for name in arrays if name.endswith("_quantized")]
     stems = {name: name if f"{name}_scale" in arrays else name.removesuffix("_quantized") for name in integers}

@@ -26,11 +26,11 @@ CLIPS = 64  # ranges that the least squared error is searched in
 
 
 def calibrate(source: Path, images: Tensor, precision: EightBits, method: Calibration = "minmax") -> dict[str, float]:
-    """The ranges for `quantize` of the ONNX file `source`, in fp32, on normalised `images`, (count, C, H, W).
+    """The ranges for `quantize` of the ONNX file `source`, in fp32, on normalized `images`, (count, C, H, W).
 
     method: `minmax`, the largest magnitude; `percentile`, without the largest 0.01 % of the values; `entropy`, the
-    least KL divergence of the quantised values (Migacz, 8-bit inference with TensorRT, GTC 2017); `mse`, their least
-    squared error. Raises InputError for no images, images of another size, or images of a single colour, which show
+    least KL divergence of the quantized values (Migacz, 8-bit inference with TensorRT, GTC 2017); `mse`, their least
+    squared error. Raises InputError for no images, images of another size, or images of a single color, which show
     nothing, and PrecisionError if a value inside the model is not finite.
     """
     from onnxruntime.quantization.calibrate import HistogramCollector
@@ -41,7 +41,7 @@ def calibrate(source: Path, images: Tensor, precision: EightBits, method: Calibr
         size = format_shape(config.size) if config else "unknown size"
         raise InputError(f"calibration needs images of {size}, got {format_shape(images.shape)}", hint=hint)
     if (images.flatten(2).amax(2) == images.flatten(2).amin(2)).all():
-        raise InputError("every calibration image has a single colour", hint=hint)
+        raise InputError("every calibration image has a single color", hint=hint)
     keys = {key: tensor for _, inputs in find_products(model, precision) for key, tensor in inputs.items()}
     names = sorted(set(keys.values()))
     model.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names)

@@ -1,4 +1,4 @@
-"""Write an ONNX file whose linear layers compute in int8 or fp8, from one in fp32, with ONNX Runtime's quantiser.
+"""Write an ONNX file whose linear layers compute in int8 or fp8, from one in fp32, with ONNX Runtime's quantizer.
 
 Weights are symmetric, per channel in int8. In fp8 they are per tensor: the relative precision of floating-point numbers
 does not depend on their scale. Inputs are symmetric, per tensor. LayerNorm, softmax, GELU, residual additions, the

@@ -34,8 +34,8 @@ from vitcompress.io.files import write_bytes, write_text
 from vitcompress.io.progress import Progress
 
 RTX_DEFAULT = (80, 86, 89, 120)  # Ampere, Ada and Blackwell: the default targets of TensorRT for RTX itself
-# Hopper and Blackwell for data centres and robots: not for TensorRT for RTX.
-DATA_CENTRE = (90, 100, 103, 107, 110)
+# Hopper and Blackwell for data centers and robots: not for TensorRT for RTX.
+DATA_CENTER = (90, 100, 103, 107, 110)
 TURING = 75  # compute capability
 COMMON = ONNX.uses | {"batch", "sm", "workspace", "keep_onnx"}
 PRECISIONS = ("tf32", *onnx_export.PRECISIONS)
@@ -199,8 +199,8 @@ def check_options(flavour: Flavour, options: ExportOptions) -> None:
     supported = flavour.supported_targets()
     listed = ", ".join(map(str, supported))
     for target in options.sm:
-        if target in DATA_CENTRE:
-            message = f"TensorRT for RTX supports no data centre GPUs (compute capability {target}), only {listed}"
+        if target in DATA_CENTER:
+            message = f"TensorRT for RTX supports no data center GPUs (compute capability {target}), only {listed}"
             hint = "on that machine use --format trt, or the ONNX file in ONNX Runtime with CUDA"
             raise InputError(message, hint=hint)
         if target not in supported:

@@ -129,7 +129,7 @@ def unavailable_checks(reason: str) -> tuple[Check, ...]:
 
 
 def _check_precision(layers: Sequence[Layer], requested: str, products: int) -> Check:
-    """Share of the heavy layers in the requested precision, or of the `products` that the source quantises.
+    """Share of the heavy layers in the requested precision, or of the `products` that the source quantizes.
 
     TF32 is only a permission: plain fp32 passes, too.
     """

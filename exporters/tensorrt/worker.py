@@ -1,6 +1,6 @@
 """The process that runs one engine: `python -m vitcompress.exporters.tensorrt.worker`, started by `process`.
 
-Deserialising an engine runs native code from the file: it happens here, with the library's permissions for code and
+Deserializing an engine runs native code from the file: it happens here, with the library's permissions for code and
 temporary files off. So do timing loops: times do not include the communication between processes.
 """
 
@@ -44,7 +44,7 @@ class Binding:
 
 
 class Engine:
-    """A deserialised engine with its bindings. `serve` calls its public methods.
+    """A deserialized engine with its bindings. `serve` calls its public methods.
 
     All bindings share one context, except that each recorded CUDA graph has its own: it replays what its context
     contained when it was recorded.

@@ -54,7 +54,7 @@ def foreign(tmp_path: Path) -> Path:
 
 
 def uint8_file(folder: Path, sides: tuple[int, int, int] = (8, 8, 1)) -> Path:
-    """The same with the normalisation by MEAN and STD inside."""
+    """The same with the normalization by MEAN and STD inside."""
     nodes = [
         helper.make_node("Cast", ["bytes"], ["numbers"], to=onnx.TensorProto.FLOAT),
         helper.make_node("Mul", ["numbers", "factor"], ["scaled"]),

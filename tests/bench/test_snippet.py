@@ -72,7 +72,7 @@ def best(onnx: Path, photo: Path) -> str:
         InputConfig((3, 16, 24), (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), "bicubic", 0.8, "center"),
         InputConfig((1, 8, 8), (0.5,), (0.5,), "bicubic", 1.0, "center"),
     ],
-    ids=["center", "squash", "wide", "grey"],
+    ids=["center", "squash", "wide", "gray"],
 )
 def test_the_ten_lines_preprocess_images_like_the_evaluation(
     input: InputConfig, size: tuple[int, int], tmp_path: Path
@@ -85,6 +85,6 @@ def test_the_ten_lines_preprocess_images_like_the_evaluation(
     exec("\n".join([*lines[:2], *lines[4:9]]), scope)  # without the session and the printed class
     photo = OnePhoto(tmp_path / "photo.png", "L" if input.size[0] == 1 else "RGB")
     expected = random_images(photo, input, 1, 0).numpy()
-    # timm scales by 255 and normalises in float32, the lines in float64: four roundings of values up to 1 / std.
+    # timm scales by 255 and normalizes in float32, the lines in float64: four roundings of values up to 1 / std.
     atol = 4 * np.finfo(np.float32).eps * 2 / min(input.std)
     np.testing.assert_allclose(scope["images"], expected, rtol=0, atol=atol)

@@ -1,8 +1,8 @@
-"""Measure what int8 and fp8 cost: time and memory of quantising, sizes of files, and whether two builds are equal.
+"""Measure what int8 and fp8 cost: time and memory of quantizing, sizes of files, and whether two builds are equal.
 
     python -m tests.campaigns.eight_bits --out bench/results/eight-bits-epyc.json
 
-Quantising is measuring the ranges of DeiT-B on 256 images and writing the file, over one pass of its fp32 file over the
+Quantizing is measuring the ranges of DeiT-B on 256 images and writing the file, over one pass of its fp32 file over the
 same images, four at a time, in turn; the peak memory is that of a process that exports the model in int8. Weights are
 random, images noise. Every engine is built twice, in two processes. Exit code 1 if two builds differ.
 """
@@ -49,8 +49,8 @@ def write(model: nn.Module, path: Path, form: str, images: Tensor, **options: An
 
 
 def measure_time(arch: str) -> dict[str, list[float]]:
-    """Seconds of passes in fp32 and of quantising, in turn."""
-    model, seconds = create_model(arch), dict[str, list[float]](fp32_pass=[], quantise=[])
+    """Seconds of passes in fp32 and of quantizing, in turn."""
+    model, seconds = create_model(arch), dict[str, list[float]](fp32_pass=[], quantize=[])
     images = synthetic_images(input_config(model).size, IMAGES, 0)
     with TemporaryDirectory() as folder:
         plain = write(model, Path(folder, "fp32.onnx"), "onnx", images)
@@ -63,7 +63,7 @@ def measure_time(arch: str) -> dict[str, list[float]]:
             began = time.perf_counter()
             settings = Quantization("int8", calibrate(plain, images, "int8"), weight_bits=7)
             quantize(plain, Path(folder, "int8.onnx"), settings)
-            seconds["quantise"].append(time.perf_counter() - began)
+            seconds["quantize"].append(time.perf_counter() - began)
     return seconds
 
 

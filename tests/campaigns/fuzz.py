@@ -928,12 +928,12 @@ def run_cases(cases: Sequence[Case], world: Path, folder: Path, seconds: float =
             os.kill(child, signal.SIGKILL)
         status = os.waitpid(child, 0)[1]
         if ended:
-            signalled = f" of signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) and "died" in str(ended) else ""
+            signaled = f" of signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) and "died" in str(ended) else ""
             results.append(
                 {
                     "number": len(results),
                     "code": -1,
-                    "problem": f"{ended}{signalled}",
+                    "problem": f"{ended}{signaled}",
                     "seconds": SECONDS,
                     "message": "",
                 }

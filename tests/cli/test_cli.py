@@ -180,9 +180,9 @@ def test_wrong_input_with_json_prints_only_json(
     assert sentence in f"{data['error']} {data['hint']}" and "╭" not in result.stderr
 
 
-def add_command(monkeypatch: pytest.MonkeyPatch, behaviour: Any) -> None:
-    """Add a command that calls `behaviour`, for one test."""
-    command = click.Command("act", callback=common.common_options(lambda: behaviour()))
+def add_command(monkeypatch: pytest.MonkeyPatch, behavior: Any) -> None:
+    """Add a command that calls `behavior`, for one test."""
+    command = click.Command("act", callback=common.common_options(lambda: behavior()))
     command.params = getattr(command.callback, "__click_params__", [])
     monkeypatch.setitem(cli.main.commands, "act", command)
 

@@ -1,7 +1,7 @@
 """Checks of inspector output, in both forms; each check can fail.
 
 The ResNet-18 of TensorRT 8 is recorded. No output for a transformer, and none of TensorRT 11, is available under a
-licence that allows keeping it here. The other samples are written by hand: fields as documented, kinds and names of
+license that allows keeping it here. The other samples are written by hand: fields as documented, kinds and names of
 layers as users of TensorRT 9 and 10 report them (github.com/NVIDIA/TensorRT/issues/3665 and 4397).
 """
 

@@ -112,7 +112,7 @@ def test_weights_have_eight_bits_where_their_products_are_exact(
 
 
 @pytest.mark.parametrize("apart", [True, False])
-def test_layer_norms_are_quantised_apart_from_their_scales(
+def test_layer_norms_are_quantized_apart_from_their_scales(
     apart: bool, model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not apart:
@@ -123,8 +123,8 @@ def test_layer_norms_are_quantised_apart_from_their_scales(
             if "norm" in name:  # else the scales are 1 and the shifts 0
                 parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
     done = export(model, tmp_path / "m.xml", traces("scaled"), precision="int8")
-    quantised = [node for node in read_ir(done.path).get_ops() if node.get_type_name() == "FakeQuantize"]
-    ranks = [len(node.get_output_partial_shape(0)) for node in quantised]
+    quantized = [node for node in read_ir(done.path).get_ops() if node.get_type_name() == "FakeQuantize"]
+    ranks = [len(node.get_output_partial_shape(0)) for node in quantized]
     assert (len(ranks), ranks.count(3)) == (2 * 4, 3 * apart)  # the first LayerNorm is before the tokens are in rows
     checks = output_checks(done.path, Original(model, IMAGES))
     assert {check.verdict for check in checks} == {"passed"}

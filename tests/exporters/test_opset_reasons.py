@@ -1,4 +1,4 @@
-"""The recorded reasons for an opset hold: count the operators of the runtimes' optimised graphs."""
+"""The recorded reasons for an opset hold: count the operators of the runtimes' optimized graphs."""
 
 from collections import Counter
 from functools import cache
@@ -48,7 +48,7 @@ def test_onnx_runtime_folds_the_scale_into_a_product(qk: int, tmp_path: Path) ->
     path = written(qk, tmp_path / "m.onnx", 20)
     assert Counter(node.op_type for node in onnx.load(str(path)).graph.node)["Mul"] == DEPTH
     options = ort.SessionOptions()
-    options.optimized_model_filepath, options.log_severity_level = str(tmp_path / "optimised.onnx"), 3
+    options.optimized_model_filepath, options.log_severity_level = str(tmp_path / "optimized.onnx"), 3
     ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     operators = Counter(node.op_type for node in onnx.load(options.optimized_model_filepath).graph.node)
     assert (operators["FusedMatMul"], operators["MatMul"], operators["Mul"]) == (DEPTH, DEPTH, 0)

@@ -396,7 +396,7 @@ def test_wrong_input(tmp_path: Path) -> None:
     for wrong, text in (
         (X[:, :, :5], "calibration needs images of"),
         (X[:0], "calibration needs images of"),
-        (torch.zeros_like(X), "single colour"),
+        (torch.zeros_like(X), "single color"),
     ):
         with pytest.raises(InputError, match=text):
             calibrate(plain.path, wrong, "int8")

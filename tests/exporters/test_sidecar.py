@@ -197,7 +197,7 @@ def test_the_input_size_of_a_file_replaces_the_recorded_size() -> None:
         read_input("it", known, (1, 8, 8))
 
 
-def test_exported_files_are_recognised_by_their_suffixes_and_sidecars(tmp_path: Path) -> None:
+def test_exported_files_are_recognized_by_their_suffixes_and_sidecars(tmp_path: Path) -> None:
     for name in ("dense.onnx", "dense-fp16.onnx", "edge.onnx", "model.onnx", "model.xml", "model.bin", "notes.onnx"):
         (tmp_path / name).touch()
     for name in ("dense.onnx", "edge.onnx", "model.tflite"):

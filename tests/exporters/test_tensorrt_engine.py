@@ -143,8 +143,8 @@ def test_the_build_shows_its_progress(engine: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sm": (90,)}, "data centre"),
-        ({"sm": (100,)}, "data centre"),
+        ({"sm": (90,)}, "data center"),
+        ({"sm": (100,)}, "data center"),
         ({"sm": (61,)}, "does not support compute capability 61"),
         ({"sm": (75, 89)}, "fp16 only, not fp32"),
         ({"batch": (8, 4, 16)}, "not in ascending order"),

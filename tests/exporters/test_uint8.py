@@ -1,4 +1,4 @@
-"""Bytes as input: folding the normalisation into the first convolution only changes rounding."""
+"""Bytes as input: folding the normalization into the first convolution only changes rounding."""
 
 from copy import deepcopy
 
@@ -25,13 +25,13 @@ def some_bytes(size: tuple[int, int, int], count: int = 4) -> Tensor:
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
-def normalised(bytes: Tensor, input: InputConfig) -> Tensor:
+def normalized(bytes: Tensor, input: InputConfig) -> Tensor:
     """An independent implementation in float64."""
     mean, std = (torch.tensor(v, dtype=torch.float64) for v in (input.mean, input.std))
     return ((bytes.double() / 255 - mean) / std).permute(0, 3, 1, 2)
 
 
-def test_bytes_survive_normalising_and_back() -> None:
+def test_bytes_survive_normalizing_and_back() -> None:
     pixels = torch.arange(256, dtype=torch.uint8).repeat(3).view(1, 16, 16, 3)
     images = from_bytes(pixels, INPUT)
     assert images.shape == (1, 3, 16, 16) and images.dtype == torch.float32
@@ -49,7 +49,7 @@ def test_the_folded_convolution_is_within_its_rounding_bound(variant: str, scale
     stem = model.get_submodule("patch_embed.proj")
     folded = fold_normalization(model, input, scale).get_submodule("patch_embed.proj")
     pixels = some_bytes(input.size)
-    expected = deepcopy(stem).double()(normalised(pixels, input))
+    expected = deepcopy(stem).double()(normalized(pixels, input))
     x = pixels.permute(0, 3, 1, 2).double() / scale
     difference = (deepcopy(folded).double()(x) - expected).abs()
     size = deepcopy(folded).double()
@@ -68,7 +68,7 @@ def test_bytes_give_the_same_outputs_as_images(variant: str, in_front: bool) -> 
     model, input = sized(variant)
     assert can_fold_normalization(model) is not in_front
     pixels = some_bytes(input.size)
-    expected = deepcopy(model).double()(normalised(pixels, input))
+    expected = deepcopy(model).double()(normalized(pixels, input))
     module = build_deployed(model, input, uint8=True).double()
     # W' and b' (or factor and offset) were rounded to fp32, relative 2**-24, and a few blocks amplify that little.
     torch.testing.assert_close(module(pixels), expected, rtol=0, atol=2.0**-17 * float(expected.abs().max()))

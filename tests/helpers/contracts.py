@@ -148,9 +148,9 @@ def build(
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         scale = 0.5 if parameter.ndim < 2 or "token" in name or "pos_embed" in name else parameter[0].numel() ** -0.5
-        centre = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+        center = 1.0 if "norm" in name and name.endswith("weight") else 0.0
         drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        parameter.data = (centre + scale * drawn).to(dtype)
+        parameter.data = (center + scale * drawn).to(dtype)
     return model.eval()
 
 

@@ -58,7 +58,7 @@ def model(depth: int = 3, width: int = 16, **more: Any) -> nn.Module:
 
 
 def images(per_class: int, seed: int) -> ArrayImages:
-    """Noise around one pattern per class, 8x8 grey."""
+    """Noise around one pattern per class, 8x8 gray."""
     draw = np.random.default_rng(seed)
     patterns = np.random.default_rng(0).integers(0, 256, (CLASSES, 8, 8))
     labels = np.repeat(np.arange(CLASSES), per_class)

@@ -194,7 +194,7 @@ def test_two_values_of_one_name_are_an_error(tmp_path: Path) -> None:
 
 
 def batches(count: int = 3) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Normalised images with labels 0, 1, 2, 0, ..."""
+    """Normalized images with labels 0, 1, 2, 0, ..."""
     draw = torch.Generator().manual_seed(5)
     for _ in range(count):
         yield torch.randn(12, 1, 8, 8, generator=draw), torch.arange(12) % 3

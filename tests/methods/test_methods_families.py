@@ -27,7 +27,7 @@ from vitcompress.methods.table import METHODS
 from vitcompress.models.create import create_model
 from vitcompress.plan import Plan
 
-GREY = {"in_chans": 1, "num_classes": CLASSES}
+GRAY = {"in_chans": 1, "num_classes": CLASSES}
 ARCHS: dict[str, tuple[str, dict[str, Any]]] = {
     "swin": (
         "swin_tiny_patch4_window7_224",
@@ -59,12 +59,12 @@ PVT_SENTENCE = r"PVTv2's MLP has a depth-wise 3x3 convolution and cannot be fold
 def world(name: str, folder: Path) -> tuple[nn.Module, Context]:
     """A model of three blocks with random weights, and the context of a step."""
     arch, args = ARCHS[name]
-    vit = create_model(arch, {**args, **GREY}, seed=1)
+    vit = create_model(arch, {**args, **GRAY}, seed=1)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in vit.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.15)
-    arguments = {**args, **GREY}
+    arguments = {**args, **GRAY}
     return vit, context(folder, vit, plan=Plan(arch, arguments))
 
 

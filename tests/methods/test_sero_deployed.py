@@ -31,7 +31,7 @@ def masked(model: nn.Module, live: Live, x: torch.Tensor) -> torch.Tensor:
 
 
 def random_live(model: nn.Module, layout: Any, seed: int = 4) -> tuple[Any, Live]:
-    """Random scores that favour v, as SERo measures them."""
+    """Random scores that favor v, as SERo measures them."""
     spaces, draw = unit_spaces(family_of(model).spaces(model)), np.random.default_rng(seed)
     scores = {space.name: draw.random(space.size) + (space.kind == "v") for space in spaces}
     return spaces, project(spaces, scores, scores, 0.4, sero.Options(layout=layout, round_to=1))

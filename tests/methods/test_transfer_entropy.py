@@ -62,10 +62,10 @@ def test_streaming_equals_all_features_at_once(world: tuple[nn.Module, Context])
 def test_deviations_do_not_depend_on_batches_and_survive_a_large_mean(sizes: tuple[int, ...]) -> None:
     features = 1e6 + 1e-2 * np.random.default_rng(0).normal(size=(50, 4))
     weights = np.concatenate([np.ones((1, 50)), np.random.default_rng(1).poisson(1.0, (3, 50))]).astype(np.float64)
-    centre, total, start = torch.from_numpy(features[: sizes[0]].mean(0)), torch.zeros(()), 0
+    center, total, start = torch.from_numpy(features[: sizes[0]].mean(0)), torch.zeros(()), 0
     for size in sizes:
         rows = slice(start, start + size)
-        part = weighted_sums(torch.from_numpy(features[rows]), torch.from_numpy(weights[:, rows]), centre)
+        part = weighted_sums(torch.from_numpy(features[rows]), torch.from_numpy(weights[:, rows]), center)
         total, start = total + part, start + size
     expected = [np.sqrt(np.cov(features.T, fweights=w.astype(int), ddof=0).diagonal()) for w in weights]
     # Each feature carries a rounding of 1e6 * 2^-53, which is 1e-8 of its deviation; a sum of squares about zero would

@@ -228,7 +228,7 @@ def test_counts_of_no_images_are_rejected(folder: Path) -> None:
 def test_the_comparison_explains_what_the_plot_lacks(folder: Path) -> None:
     shutil.copytree(folder, "other")
     data = json.loads((Path("other") / "report.json").read_text())
-    data["model"]["input"]["mean"] = [0.1]  # the same weights with another normalisation are another dense model
+    data["model"]["input"]["mean"] = [0.1]  # the same weights with another normalization are another dense model
     counts = {"correct": 5, "correct5": 9, "total": 10, "loss": 1.0, "top1": 0.5, "top5": 0.9, "top1_ci95": [0.2, 0.8]}
     (Path("other") / "state/accuracy.json").write_text(json.dumps({"dense": counts, "compressed": counts}))
     (Path("other") / "report.json").write_text(json.dumps(data))

@@ -43,12 +43,12 @@ formats = []
 [run]
 device = "cpu"
 """
-NAMES = ("dark grey", "grey", "light grey", "white")
+NAMES = ("dark gray", "gray", "light gray", "white")
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Colour images in classes of brightness, and weights that are right on images with ImageNet's mean and std."""
+    """Color images in classes of brightness, and weights that are right on images with ImageNet's mean and std."""
     folder, generator = tmp_path_factory.mktemp("world"), np.random.default_rng(0)
     for (label, name), split, number in product(enumerate(NAMES), ("train", "val"), range(12)):
         place = folder / "pictures" / split / name
@@ -134,7 +134,7 @@ def test_a_worse_model_stops_before_the_first_step_and_again_when_continued() ->
     for _ in range(2):
         result = run("--expect", "99", "--out", "run", code=1)
         assert "expected 99 %" in result["error"] and " of 48)" in result["error"]
-        assert all(cause in result["hint"] for cause in ("mean 0.5,0.5,0.5", "dark grey, grey", "num_heads 2"))
+        assert all(cause in result["hint"] for cause in ("mean 0.5,0.5,0.5", "dark gray, gray", "num_heads 2"))
     assert not RunFolder(Path("run")).steps()
     assert RunFolder(Path("run")).dense_accuracy.is_file()
     assert "expected 99 %" in check("--expect", "99", code=1)["failed"]

@@ -222,7 +222,7 @@ def test_an_engine_for_other_gpus_is_not_replaced(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--format", "trt-rtx", "--sm", "90"], "data centre GPUs"),
+        (["--format", "trt-rtx", "--sm", "90"], "data center GPUs"),
         (["--format", "trt-rtx", "--sm", "ampere"], "expected compute capabilities"),
         (["--format", "trt-rtx", "--batch", "8:4:16"], "not in ascending order"),
         (["--format", "trt-rx"], "did you mean trt-rtx"),

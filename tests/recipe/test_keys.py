@@ -67,7 +67,7 @@ def test_types_limits_defaults_and_values() -> None:
     assert keys["finetune.epochs"].value != keys["finetune.epochs"].default
 
 
-def test_a_misspelt_method_is_corrected() -> None:
+def test_a_misspelled_method_is_corrected() -> None:
     for name in ("hetdtp", "HetDPT+"):
         assert "did you mean hetdpt" in expect_error("recipes", "keys", name)
     assert "is a study" in expect_error("recipes", "keys", "digits")
@@ -102,7 +102,7 @@ def test_the_schema_accepts_every_recipe(name: str, validator: jsonschema.Draft2
     [
         {"finetune": {"epochs": -1}},
         {"finetune": {"epoch": 1}},
-        {"finetune": {"augmentation": {"remode": "grey"}}},
+        {"finetune": {"augmentation": {"remode": "gray"}}},
         {"fine": {}},
         {"step": []},
         {"step": [{"pruned_layers": 2}]},

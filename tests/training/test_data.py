@@ -27,7 +27,7 @@ INPUT = InputConfig((1, 4, 4), (0.0,), (1.0,), "bicubic", 1.0, "center")
 
 
 def numbered(count: int, classes: int = 2) -> ArrayImages:
-    """Image i is uniformly grey i, its class is i modulo `classes`."""
+    """Image i is uniformly gray i, its class is i modulo `classes`."""
     pixels = np.repeat(np.arange(count, dtype=np.uint8), 16).reshape(count, 4, 4)
     return ArrayImages(pixels, np.arange(count) % classes)
 
@@ -289,7 +289,7 @@ def test_mixed_targets_are_probabilities_over_all_classes() -> None:
     assert torch.allclose(targets.sum(dim=1), torch.ones(4)) and float(targets.min()) == pytest.approx(0.02)
 
 
-def test_deits_recipe_runs_on_colour_images_of_any_shape(tmp_path: Path) -> None:
+def test_deits_recipe_runs_on_color_images_of_any_shape(tmp_path: Path) -> None:
     root = image_folder(tmp_path, {"train": {"a": 4, "b": 4}, "val": {"a": 1, "b": 1}})
     data = open_data(DataOptions("imagefolder", str(root), heldout=0.0), seed=0)
     wide = InputConfig((3, 16, 24), (0.5,) * 3, (0.5,) * 3, "bicubic", 0.9, "center")
@@ -378,7 +378,7 @@ def test_tinted_images_are_the_same_in_every_run_and_share_no_source() -> None:
 
 
 def test_tinted_classes_are_distinguishable_by_their_mean_image() -> None:
-    """A classifier of the nearest mean, on 16 x 16 grey pixels, is far above the 8 % of guessing."""
+    """A classifier of the nearest mean, on 16 x 16 gray pixels, is far above the 8 % of guessing."""
 
     def pixels(images: Images, indices: range) -> tuple[np.ndarray, np.ndarray]:
         small = [np.asarray(images[i][0].convert("L").resize((16, 16)), np.float64).ravel() for i in indices]
@@ -406,7 +406,7 @@ def test_crops_have_the_configured_area_and_aspect_ratio() -> None:
 
 
 def test_squash_keeps_the_whole_of_a_wide_image() -> None:
-    """Only its ends are bright; a centre crop has none of them."""
+    """Only its ends are bright; a center crop has none of them."""
     pixels = np.full((4, 16), 255, np.uint8)
     pixels[:, 4:12] = 0
     image = Image.fromarray(pixels)

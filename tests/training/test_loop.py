@@ -1,4 +1,4 @@
-"""The training loop: what it optimises, at which rate, and which weights it keeps."""
+"""The training loop: what it optimizes, at which rate, and which weights it keeps."""
 
 import dataclasses
 import math
@@ -98,12 +98,12 @@ def test_a_loss_that_is_not_finite_stops_the_training(tmp_path: Path) -> None:
 
 
 def trains(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether this is the optimiser of a model, not the one with which `check_optimizer` takes a step."""
+    """Whether this is the optimizer of a model, not the one with which `check_optimizer` takes a step."""
     return len(optimizer.param_groups) > 1
 
 
 def rates(tmp_path: Path, options: TrainOptions, **more: Any) -> list[float]:
-    """The learning rate of every optimiser step."""
+    """The learning rate of every optimizer step."""
     rates_seen: list[float] = []
 
     def record(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -298,7 +298,7 @@ def test_the_norm_of_all_gradients_is_clipped_without_the_loss_scale(amp: Any, t
     assert float(moved.norm()) == pytest.approx(0.1, rel=1e-2)
 
 
-def test_the_optimiser_has_the_configured_betas() -> None:
+def test_the_optimizer_has_the_configured_betas() -> None:
     optimizer = make_optimizer(vit(), TrainOptions(betas=(0.8, 0.9)), torch.device("cpu"))
     assert {group["betas"] for group in optimizer.param_groups} == {(0.8, 0.9)}
 

@@ -97,7 +97,7 @@ def test_a_teacher_is_frozen_and_must_fit(tmp_path: Path) -> None:
         fit(vit(), tmp_path / "b", options, teacher=vit(num_classes=5))
 
 
-def test_a_teacher_sees_pixels_normalised_its_own_way() -> None:
+def test_a_teacher_sees_pixels_normalized_its_own_way() -> None:
     student, teacher = vit(), vit(seed=1)
     other = dataclasses.replace(INPUT, mean=(0.2,), std=(0.7,))
     pixels = torch.rand(3, 1, 4, 4)

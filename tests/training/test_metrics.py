@@ -31,13 +31,13 @@ INPUT = InputConfig((1, 4, 4), (0.0,), (1.0,), "bicubic", 1.0, "center")
 
 
 def numbered(count: int, classes: int) -> ArrayImages:
-    """Image i is uniformly grey i, its class is i modulo `classes`."""
+    """Image i is uniformly gray i, its class is i modulo `classes`."""
     pixels = np.repeat(np.arange(count, dtype=np.uint8), 16).reshape(count, 4, 4)
     return ArrayImages(pixels, np.arange(count) % classes)
 
 
 def oracle(classes: int, wrong: set[int], second: set[int] | None = None) -> Predict:
-    """Knows every image by its grey value; `wrong` ones get the next class first, `second` of those theirs next."""
+    """Knows every image by its gray value; `wrong` ones get the next class first, `second` of those theirs next."""
 
     def predict(images: Tensor) -> Tensor:
         numbers = (images[:, 0, 0, 0] * 255).round().long()

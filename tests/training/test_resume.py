@@ -111,7 +111,7 @@ def test_the_log_is_repaired_from_the_state(tmp_path: Path) -> None:
     assert lines == [{"stage": "other", "epoch": 0}, {"stage": "mine", "epoch": 0}, {"stage": "mine", "epoch": 1}]
 
 
-def test_optimisers_with_other_state_resume_too(tmp_path: Path) -> None:
+def test_optimizers_with_other_state_resume_too(tmp_path: Path) -> None:
     def stop(epoch: int) -> None:
         if epoch == 1:
             raise KeyboardInterrupt
@@ -129,7 +129,7 @@ def test_optimisers_with_other_state_resume_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["adahessian", "adafactorbv", "kron"])
-def test_optimisers_that_cannot_step_or_be_saved_are_rejected_before_the_training(name: str, tmp_path: Path) -> None:
+def test_optimizers_that_cannot_step_or_be_saved_are_rejected_before_the_training(name: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=f"optimizer '{name}' is not supported"):
         fit(vit(), tmp_path, dataclasses.replace(OPTIONS, optimizer=name))
     assert not any(tmp_path.iterdir())

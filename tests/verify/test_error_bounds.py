@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from vitcompress.families import family_of
 from vitcompress.verify.tolerance import Reference, _aten, _gamma, _variance_of_sums, fold_excess, reference
 
-ULP = 2.0**-23  # between neighbours in float32 from 1 to 2
+ULP = 2.0**-23  # between neighbors in float32 from 1 to 2
 LARGE = 2.0 - ULP  # the largest number below 2, which one unit in the last place changes by the unit roundoff
 
 
@@ -47,7 +47,7 @@ def test_a_fold_may_round_each_number_once_per_fold(where: str, units: int, fold
         folded.weight.sub_(units * ULP if where == "weight" else 0.0)
     difference, quotient = fold_excess(chain, folded, x, folds=folds)
     reach = float(x.double().sum(1).max()) if where == "weight" else 1.0
-    # from 2 on neighbours are two units apart
+    # from 2 on neighbors are two units apart
     assert difference == pytest.approx(units * ULP * reach, rel=1e-5)
     assert quotient == pytest.approx(units / folds, rel=1e-5)
 

@@ -331,7 +331,7 @@ def test_the_check_reports_the_precision_that_openvino_chooses(folder: Path) -> 
     assert "'INFERENCE_PRECISION_HINT': 'f32'" in snippet(input_config(model).to_dict(), file).replace('"', "'")
 
 
-SIGNALLED = """
+SIGNALED = """
 import signal, sys
 from pathlib import Path
 from vitcompress.exporters.openvino.runner import OpenVinoRunner
@@ -349,7 +349,7 @@ signal.raise_signal(signal.SIGUSR1)
 def test_signals_arrive_after_two_openvino_models(folder: Path) -> None:
     """Each core of OpenVINO installs a signal stack; that of the first must not remain when its memory is released."""
     path = write_file(folder, "openvino").path
-    done = subprocess.run([sys.executable, "-c", SIGNALLED, str(path)], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", SIGNALED, str(path)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "heard\n"), done.stderr
 
 

@@ -156,9 +156,9 @@ def test_masks_and_indices_are_no_weights_and_zeros_are(folder: Path) -> None:
     mask = numpy_helper.from_array(np.where(np.arange(256).reshape(16, 16) % 3, 0.0, -100.0).astype(np.float32), "mask")
     change(folder / "model.onnx", lambda graph: graph.initializer.extend([index, mask]))
     assert check_weights(model, path).verdict == "passed"
-    quantised = numpy_helper.from_array(np.arange(768, dtype=np.int8).reshape(48, 16), "quantised")
-    change(folder / "model.onnx", lambda graph: graph.initializer.append(quantised))
-    assert "quantised (48x16) is no weight" in check_weights(model, path).detail
+    quantized = numpy_helper.from_array(np.arange(768, dtype=np.int8).reshape(48, 16), "quantized")
+    change(folder / "model.onnx", lambda graph: graph.initializer.append(quantized))
+    assert "quantized (48x16) is no weight" in check_weights(model, path).detail
     zeros = numpy_helper.from_array(np.zeros((48, 16), np.float32), "zeros")
     change(folder / "model.onnx", lambda graph: graph.initializer.append(zeros))
     check = check_weights(model, path)
@@ -247,7 +247,7 @@ def test_small_tensors_must_be_in_the_file_too(folder: Path) -> None:
 
 
 def test_packed_values_are_no_constants(folder: Path) -> None:
-    """Quantised weights have few different values, too."""
+    """Quantized weights have few different values, too."""
     packed = helper.make_tensor("packed", TensorProto.INT4, [48, 16], np.arange(768) % 4)
     change(folder / "model.onnx", lambda graph: graph.initializer.append(packed))
     assert "packed (48x16) is no weight" in check_weights(load_model(folder), folder / "model.onnx").detail

@@ -141,7 +141,7 @@ export_options = add_options(
     option("--calibration", "Training images that int8 and fp8 use (default: 256).", click.IntRange(1)),
     option("--calibration-method", "How they determine ranges (default: minmax).", click.Choice(METHODS)),
     flag("--smooth", "Move scales of channels from LayerNorms into the next layers (int8, fp8)."),
-    flag("--uint8", "Take uint8 images (batch, height, width, channels); normalise inside."),
+    flag("--uint8", "Take uint8 images (batch, height, width, channels); normalize inside."),
     option("--optimization-level", "0: fastest build, 5: fastest engine (trt).", click.IntRange(0, 5)),
     option("--workspace", "Memory for an engine, as in 4G (trt).", parse_size, "SIZE"),
     option("--timing-cache", "File that caches kernel timings (trt).", click.Path(path_type=Path)),

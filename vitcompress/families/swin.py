@@ -43,7 +43,7 @@ class ShiftedWindowAttention(SlicedWindowAttention):
 
 
 class SwinFamily(StagedFamily):
-    """One residual stream per stage, each begun by the patch embedding or a patch merging of four neighbours."""
+    """One residual stream per stage, each begun by the patch embedding or a patch merging of four neighbors."""
 
     name = "swin"
     supported = "timm SwinTransformers (v1 and S3) with LayerNorm and two-layer MLPs"

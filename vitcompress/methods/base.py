@@ -70,7 +70,7 @@ PUBLISHED = Choice("published")
 @dataclass(frozen=True)
 class Line:
     """One curve. gone: whether each point belongs to something that was removed. mark: a word at the last point. group:
-    curves of one group have one colour; default: the name.
+    curves of one group have one color; default: the name.
     """
 
     name: str

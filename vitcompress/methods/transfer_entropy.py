@@ -42,13 +42,13 @@ class Entropy:
     accuracy: float
 
 
-def weighted_sums(features: Tensor, weights: Tensor, centre: Tensor) -> Tensor:
-    """The sums over images of 1, d and d^2, d being features - centre: (weightings, 1 + 2 * channels).
+def weighted_sums(features: Tensor, weights: Tensor, center: Tensor) -> Tensor:
+    """The sums over images of 1, d and d^2, d being features - center: (weightings, 1 + 2 * channels).
 
-    features: (images, channels), weights: (weightings, images), centre: (channels,), all float64. With a centre near
+    features: (images, channels), weights: (weightings, images), center: (channels,), all float64. With a center near
     the mean, such as the mean of the first batch, `deviation` is exact even if the mean is large.
     """
-    d = features - centre
+    d = features - center
     return weights @ torch.cat([torch.ones_like(d[:, :1]), d, d**2], dim=1)
 
 
@@ -67,7 +67,7 @@ def entropies(
     Gates and mode are restored. All sets share their resamples, so differences between sets are paired.
     """
     sums = [torch.zeros((), dtype=torch.float64)] * len(removed)
-    centres: dict[int, Tensor] = {}
+    centers: dict[int, Tensor] = {}
     correct = torch.zeros(len(removed), dtype=torch.float64)
     loader, runtime = calibration_images(context, options.images), context.runtime
     # Ones, then Poisson(1) counts: a bootstrap that needs no second pass. Shape: (1 + resamples, images)
@@ -87,9 +87,9 @@ def entropies(
                 logits = gated(images)
                 correct[i] += (logits.argmax(dim=1) == targets).sum().item()
                 features = (logits.cpu() if logits.device.type == "mps" else logits).double()  # MPS has no float64
-                if i not in centres:  # the same one in all processes
-                    centres[i] = runtime.all_sum(features.mean(dim=0)) / runtime.world_size
-                sums[i] = sums[i] + weighted_sums(features, batch.to(features.device), centres[i])
+                if i not in centers:  # the same one in all processes
+                    centers[i] = runtime.all_sum(features.mean(dim=0)) / runtime.world_size
+                sums[i] = sums[i] + weighted_sums(features, batch.to(features.device), centers[i])
     finally:
         gated.train(training)
         for site, value in before.items():

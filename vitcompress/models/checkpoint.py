@@ -179,7 +179,7 @@ def standard_model(model: nn.Module, plan: Plan) -> nn.Module:
     became narrower, the dense softmax scale is multiplied into the weights of q, because the standard model uses the
     scale of its own heads.
 
-    Raises PlanError if the weights do not fit that model, or a block lacks an attention or FFN that its neighbour does
+    Raises PlanError if the weights do not fit that model, or a block lacks an attention or FFN that its neighbor does
     not complete.
     """
     arch, args = plan.standard["arch"], plan.standard["args"]
@@ -216,7 +216,7 @@ def _standard_paths(model: nn.Module, family: Family) -> dict[str, str]:
         count = counts.setdefault(stage, [0, 0])
         attention, ffn = (hasattr(block, name) for name in SITE_PARTS.values())
         if attention == (count[0] > count[1]):  # an attention opens a standard block, which its FFN completes first
-            raise PlanError(f"{path} is no standard block, and its neighbour does not complete it")
+            raise PlanError(f"{path} is no standard block, and its neighbor does not complete it")
         count[0] += attention
         paths[path] = f"{stage}.{count[0] - 1}"
         count[1] += ffn

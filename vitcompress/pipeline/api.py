@@ -99,7 +99,7 @@ def plan(
     train, mean gates of SwiGLU models (`gated_ffn`), and `attention_scale="reset"`. Pass a copy to keep the old ones.
 
     Args:
-        data: labelled training images: a map-style data set of (image, class) pairs, or an iterable of (images, labels)
+        data: labeled training images: a map-style data set of (image, class) pairs, or an iterable of (images, labels)
             batches, which is read into memory. Methods that rank by weights alone need none.
         device: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`.
         folder: for measurements and training states, so that a stopped call with the same arguments can continue; None:
@@ -159,7 +159,7 @@ def finetune(  # noqa: PLR0913 (each argument is public and has a default)
     stochastic depth is that of the options, not of the model. The teacher moves to the device, and stays in eval mode.
 
     Args:
-        train_data: a map-style data set of (image, class) pairs (PIL images, for `augmentation`, or normalised
+        train_data: a map-style data set of (image, class) pairs (PIL images, for `augmentation`, or normalized
             tensors), or an iterable with a length of (images, labels) batches.
         val_data: evaluated after epochs, of the same kinds.
         teacher: model for distillation; `distillation="soft"` is then the default.
@@ -198,7 +198,7 @@ def _recorded(
     """Keep in `record` the call, and the weights of `model` before and after it.
 
     Raises InputError if it has another call, or if `model` has other weights than these. A training that was stopped
-    continues with any weights of this structure, such as a head that is initialised again: its state replaces them.
+    continues with any weights of this structure, such as a head that is initialized again: its state replaces them.
     """
     weights = model_digest(model)
     new = json.loads(json.dumps({**call, "weights": [weights]}))
@@ -318,7 +318,7 @@ def evaluate(model: Artifact, data: Any, *, batch_size: int = 256, device: str =
         if isinstance(source, BatchLoader):
             return evaluate_loader(runner, source, runtime)
         if runner.input is None:
-            raise InputError(f"{model} does not state its preprocessing", hint="pass batches of normalised images")
+            raise InputError(f"{model} does not state its preprocessing", hint="pass batches of normalized images")
         return evaluate_loader(runner, EvalLoader(source, runner.input, batch_size, runtime), runtime)
 
 

@@ -95,9 +95,9 @@ def _hook_norm(module: nn.LayerNorm, axis: Axis, mask: Tensor, *, scale: bool) -
         x, mask = _by_group(args[0], full)
         weights = (mask != 0).to(x.dtype) if scale else mask
         count = weights.sum(-1, keepdim=True)
-        centred = x - (x * weights).sum(-1, keepdim=True) / count
-        variance = (centred.square() * weights).sum(-1, keepdim=True) / count
-        normal = centred * (variance + module.eps).rsqrt() * module.weight
+        centered = x - (x * weights).sum(-1, keepdim=True) / count
+        variance = (centered.square() * weights).sum(-1, keepdim=True) / count
+        normal = centered * (variance + module.eps).rsqrt() * module.weight
         normal = normal if module.bias is None else normal + module.bias
         return (normal.to(out.dtype) * mask if scale else normal).reshape(out.shape)
 

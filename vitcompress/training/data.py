@@ -1,4 +1,4 @@
-"""Labelled images in three parts: train, held-out (part of train, for choices) and test (for the report only).
+"""Labeled images in three parts: train, held-out (part of train, for choices) and test (for the report only).
 
 A data set is checked when it is opened, before any training.
 """
@@ -117,19 +117,19 @@ def _open(options: DataOptions) -> Splits:
 
 @cache
 def _built_in(source: str) -> Splits:
-    """scikit-learn's 1797 handwritten digits (8x8, 17 grey levels), 540 of them for the test, or `tinted` ones."""
+    """scikit-learn's 1797 handwritten digits (8x8, 17 gray levels), 540 of them for the test, or `tinted` ones."""
     try:
         from sklearn.datasets import load_digits, load_sample_images
         from sklearn.model_selection import train_test_split
     except ImportError as error:
         raise MissingExtraError("scikit-learn", "demo", need=f"the {source} data set") from error
     digits = load_digits()
-    labels, grey = digits.target, digits.images / 16
+    labels, gray = digits.target, digits.images / 16
     parts = train_test_split(np.arange(len(labels)), test_size=_DIGITS_TEST, stratify=labels, random_state=0)
     if source == "tinted":
-        sides = tinted.train_and_test(grey, labels, parts, load_sample_images().images)
+        sides = tinted.train_and_test(gray, labels, parts, load_sample_images().images)
         return Splits("tinted", tinted.CLASSES, sides[0], test=sides[1])
-    pixels = np.rint(grey * 255).astype(np.uint8)
+    pixels = np.rint(gray * 255).astype(np.uint8)
     train, test = (ArrayImages(pixels[part], labels[part]) for part in map(np.sort, parts))
     return Splits("digits", tuple(map(str, digits.target_names)), train, test=test)
 

@@ -1,4 +1,4 @@
-"""Labelled images: in memory, in class folders, and any map-style data set."""
+"""Labeled images: in memory, in class folders, and any map-style data set."""
 
 import zlib
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ _UNREADABLE = (*DAMAGED, SyntaxError, zlib.error, Image.DecompressionBombError) 
 
 
 class Images(Protocol):
-    """A labelled data set before its transforms.
+    """A labeled data set before its transforms.
 
     labels: the class of every image, integers (images,), known without opening one. prepared: whether images are
     tensors (C, H, W), normalized for the model, instead of PIL images.
@@ -230,7 +230,7 @@ def class_names(folder: Path) -> tuple[str, ...]:
 
 
 def decode(file: Any, name: str = "") -> Image.Image:
-    """The image in `file` (a path, bytes, a binary file), grey or RGB; one of Pillow as it is. name: for errors.
+    """The image in `file` (a path, bytes, a binary file), gray or RGB; one of Pillow as it is. name: for errors.
 
     Raises DataError, also for pixels of more than 8 bits.
     """

@@ -142,7 +142,7 @@ class BatchLoader:
             yield images.to(device, dtype, non_blocking=True), targets.to(device, non_blocking=True)
 
 
-TrainData = Images | BatchLoader  # labelled images, or the user's own batches
+TrainData = Images | BatchLoader  # labeled images, or the user's own batches
 
 
 def open_source(data: Any, runtime: Runtime, model: Any = None, *, once: bool = False) -> TrainData:
@@ -182,7 +182,7 @@ def _prefetch(
     """
     active = None if augmentation is None or augmentation.no_aug else augmentation  # it changes images
     if dataset.prepared and active:
-        message = "crop, flip, colour and erasing need PIL images, and the data set gives tensors"
+        message = "crop, flip, color and erasing need PIL images, and the data set gives tensors"
         raise InputError(message, hint="set augmentation.no_aug = true, or pass a data set of PIL images")
     loader = DataLoader(
         Views(dataset, range(len(dataset)), image_transform(input, augmentation), "L" if input.size[0] == 1 else "RGB"),

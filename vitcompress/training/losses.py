@@ -202,7 +202,7 @@ class Objective:
         if teacher is None:
             return labels
         if not is_feature_loss:
-            return labels + options.alpha * self._distil(second, teacher(images))
+            return labels + options.alpha * self._distill(second, teacher(images))
         known, wanted = teacher.with_features(images, options.distillation)
         _check_shapes(features, wanted)
         distance = functional.mse_loss(features, wanted)
@@ -210,9 +210,9 @@ class Objective:
             return labels + options.alpha * distance
         # eq. D2: a sum over patches of the mean over images and channels
         patches: Tensor = distance * features.shape[1]
-        return labels + options.alpha * self._distil(second, known) + options.patch_weight * patches
+        return labels + options.alpha * self._distill(second, known) + options.patch_weight * patches
 
-    def _distil(self, student: Tensor, teacher: Tensor) -> Tensor:
+    def _distill(self, student: Tensor, teacher: Tensor) -> Tensor:
         if student.shape != teacher.shape:
             message = f"the teacher has {teacher.shape[1]} classes, the student {student.shape[1]}"
             raise InputError(message, hint="use a teacher for the same classes")

@@ -157,9 +157,9 @@ def wilson(successes: int, trials: int) -> tuple[float, float]:
     if trials < 1 or not 0 <= successes <= trials:
         raise ValueError(f"{successes} of {trials} is not a share")
     share, weight = successes / trials, _Z95**2 / trials
-    centre = (share + weight / 2) / (1 + weight)
+    center = (share + weight / 2) / (1 + weight)
     half = _Z95 / (1 + weight) * math.sqrt(share * (1 - share) / trials + weight / (4 * trials))
-    low, high = max(0.0, centre - half), min(1.0, centre + half)
+    low, high = max(0.0, center - half), min(1.0, center + half)
     return low if successes else 0.0, high if successes < trials else 1.0  # exact at the ends, where rounding is not
 
 

@@ -48,9 +48,9 @@ class Augmentation:
 
     no_aug: Annotated[
         bool,
-        Doc("disable crop, flip, colour and erasing; mixup, cutmix, smoothing, repeats and noise are set separately"),
+        Doc("disable crop, flip, color and erasing; mixup, cutmix, smoothing, repeats and noise are set separately"),
     ] = True
-    auto_augment: Annotated[str | None, POLICY, Doc("timm's policy string; disables colour jitter")] = None
+    auto_augment: Annotated[str | None, POLICY, Doc("timm's policy string; disables color jitter")] = None
     color_jitter: Annotated[float, Ge(0), Doc("strength; 0: off")] = 0.0
     hflip: Annotated[Share, Doc("share of images that are flipped")] = 0.5
     scale: Annotated[tuple[float, float], Doc("area of the random crop, as a share of the image")] = (0.08, 1.0)

@@ -1,4 +1,4 @@
-"""The built-in colour images: scikit-learn's digits in random tints on coloured noise or on its two photographs.
+"""The built-in color images: scikit-learn's digits in random tints on colored noise or on its two photographs.
 
 Twelve classes of equal size: ten digits, a checker board and a ring, 56 to 150 pixels wide and high. Digits, and
 regions of the photographs, appear in training images or in test images, never in both.
@@ -15,14 +15,14 @@ SIZES = (56, 150)  # smallest and largest width and height, pixels
 FIGURE = (0.75, 0.95)  # smallest and largest figure, as a share of the shorter side
 TINT = (120, 255)  # darkest and brightest channel of a figure, of 255
 BRIGHTNESS = (0.2, 0.6)  # by which backgrounds are darkened
-NOISE = 50  # standard deviation of the colours in a background of noise, of 255
+NOISE = 50  # standard deviation of the colors in a background of noise, of 255
 TRAINING_REGION = 0.75  # of the width of the photographs; test images use the rest
 
 
 class TintedImages(Images):
     """Images that are generated when they are first read, the same ones in every run.
 
-    digits: grey values 0 to 1, (digits, 8, 8), with their `labels`. photographs: uint8 (H, W, 3).
+    digits: gray values 0 to 1, (digits, 8, 8), with their `labels`. photographs: uint8 (H, W, 3).
     """
 
     def __init__(self, digits: np.ndarray, labels: np.ndarray, photographs: list[np.ndarray], count: int) -> None:
@@ -38,11 +38,11 @@ class TintedImages(Images):
         return self._images[index], label
 
     def _draw(self, index: int, label: int) -> Image.Image:
-        """A figure in one colour on a darkened background."""
+        """A figure in one color on a darkened background."""
         rng = np.random.default_rng([len(self.labels), index])
         width, height = (int(side) for side in rng.integers(SIZES[0], SIZES[1], size=2, endpoint=True))
         pixels = self._background(rng, width, height)
-        short = min(width, height)  # the figure is inside the central square, which a centre crop keeps
+        short = min(width, height)  # the figure is inside the central square, which a center crop keeps
         side = int(rng.uniform(*FIGURE) * short)
         top, left = (int((size - short) // 2 + rng.integers(short - side + 1)) for size in (height, width))
         behind, tint = pixels[top : top + side, left : left + side], rng.uniform(*TINT, 3)
@@ -51,7 +51,7 @@ class TintedImages(Images):
         return Image.fromarray(np.clip(np.rint(pixels), 0, 255).astype(np.uint8))
 
     def _background(self, rng: np.random.Generator, width: int, height: int) -> np.ndarray:
-        """Coloured noise or a part of a photograph, float (height, width, 3) of 0 to 255."""
+        """Colored noise or a part of a photograph, float (height, width, 3) of 0 to 255."""
         if rng.random() < 0.5:
             cells = rng.uniform(0, 255, 3) + rng.normal(0, NOISE, (*rng.integers(2, 7, size=2), 3))
             image = Image.fromarray(np.clip(cells, 0, 255).astype(np.uint8)).resize(

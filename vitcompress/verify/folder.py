@@ -55,7 +55,7 @@ def verify_folder(
     for bit. standard: the plain timm model gives the same outputs. weights: all tensors have the planned shapes.
     Exported files: see `check_file`.
 
-    images: (count, channels, height, width), normalised. The folder keeps them and their outputs, for later calls
+    images: (count, channels, height, width), normalized. The folder keeps them and their outputs, for later calls
     without images. Without any, noise is used. dense: folder of the model before pruning, which dense.onnx is compared
     with; None: the one inside the run folder. adopt: if no check fails, write a manifest of all files. Where signatures
     are required, nothing is written. Raises ArtifactError, PlanError or WeightsError if it is no run folder, or a

@@ -166,7 +166,7 @@ def agreement_check(name: str, expected: Tensor, outputs: Tensor, tolerance: flo
 class Original:
     """The model that exported files are compared with.
 
-    images: (count, channels, height, width), normalised. real: they are not noise. command: verifies on the target a
+    images: (count, channels, height, width), normalized. real: they are not noise. command: verifies on the target a
     file that cannot run here; None: in the folder of the file.
     """
 

@@ -14,7 +14,7 @@ with a probability of at most p = 1e-6, the rate of false alarms. Two evaluation
 because variances add. For small errors, the KL divergence of an image is half the variance of its errors under the
 probabilities of its classes. The root of that is the largest of Gaussian variables too, so that the same bound holds.
 
-Eight bits: each operand of a quantised product is clipped to its range, and adds an independent error of at most half
+Eight bits: each operand of a quantized product is clipped to its range, and adds an independent error of at most half
 the distance between the two numbers around it, uniformly distributed. The bound on the largest error is the same.
 
 Folded layers: gamma(n) = n u / (1 - n u) bounds the relative error of n successive roundings, without any probability

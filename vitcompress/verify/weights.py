@@ -109,7 +109,7 @@ def exported_module(model: nn.Module, metadata: Mapping[str, str]) -> nn.Module:
     known = decode_json_values(metadata)
     model = rescale(model, settings.factors) if (settings := read_quantization(known)) else model
     precision, layers, uint8 = known.get("precision", "fp32"), known.get("islands", []), known.get("input") == "uint8"
-    precision = "fp32" if precision in EIGHT_BITS else precision  # compared after dequantisation
+    precision = "fp32" if precision in EIGHT_BITS else precision  # compared after dequantization
     if precision not in ("fp32", *HALF) or not isinstance(layers, list):
         hint = "export it again: `vitcompress export DIR`"
         raise ArtifactError("the metadata of the file were not written by vitcompress", hint=hint)
@@ -185,7 +185,7 @@ def _is_constant(stored: Stored) -> bool:
     if stored.index or count <= SMALL:
         return True
     width = stored.size // count
-    if width not in (2, 4, 8) or stored.size != width * count:  # values of a byte or less are quantised weights
+    if width not in (2, 4, 8) or stored.size != width * count:  # values of a byte or less are quantized weights
         return False
     return 1 < len(np.unique(np.frombuffer(stored.read(), np.dtype(f"u{width}")))) <= FEW
 

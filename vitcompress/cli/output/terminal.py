@@ -57,7 +57,7 @@ def print_line(text: str) -> None:
 
 
 def print_document(text: str, kind: Literal["toml", "markdown"]) -> None:
-    """A document on standard output, coloured or, in a wide terminal, rendered."""
+    """A document on standard output, colored or, in a wide terminal, rendered."""
     console = None if sys.stdout is None or not sys.stdout.isatty() else stream_console(stderr=False)
     if console is None or (kind == "markdown" and console.width < WIDE):
         return print_text(text)
@@ -66,7 +66,7 @@ def print_document(text: str, kind: Literal["toml", "markdown"]) -> None:
 
 
 def print_table(table: Table, *, wrap: bool = False) -> None:
-    """A table on standard output; the first column is aligned left, the others right, and verdicts are coloured.
+    """A table on standard output; the first column is aligned left, the others right, and verdicts are colored.
 
     If the terminal is too narrow, columns with the same value in every row are printed once, below the table. wrap:
     long texts, which are wrapped and aligned left instead.
