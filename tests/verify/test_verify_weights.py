@@ -22,9 +22,11 @@ from vitcompress.exporters.onnx.file import read_contents
 from vitcompress.exporters.sidecar import sidecar_path
 from vitcompress.families import family_of
 from vitcompress.models.checkpoint import load_model, write_model
-from vitcompress.models.create import input_config
+from vitcompress.models.create import create_on_meta, input_config
+from vitcompress.plan import Plan
+from vitcompress.surgery.shapes import PlannedTensor, planned_tensors
 from vitcompress.verify.folder import verify_folder
-from vitcompress.verify.weights import FileTensors, compare_tensors, plan_rows, shape_check
+from vitcompress.verify.weights import FileTensors, compare_tensors, shape_check
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +44,12 @@ def folder(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
+def rows_of(plan: Plan) -> tuple[PlannedTensor, ...]:
+    return planned_tensors(create_on_meta(plan.arch, plan.arch_args), plan)
+
+
 def tensors_in(path: Path, model: nn.Module) -> FileTensors:
-    return compare_tensors(model, read_contents(path), plan_rows(pruned("layer_scale")[2]))
+    return compare_tensors(model, read_contents(path), rows_of(pruned("layer_scale")[2]))
 
 
 def change(path: Path, edit: Any) -> None:
@@ -58,7 +64,7 @@ def test_every_tensor_of_a_file_is_explained(tmp_path: Path) -> None:
     _, model, plan = pruned("swin_dynamic")
     path = tmp_path / "model.onnx"
     export(model, path, input=input_config(model))
-    tensors = compare_tensors(model, read_contents(path), plan_rows(plan))
+    tensors = compare_tensors(model, read_contents(path), rows_of(plan))
     assert tensors.problems == () and tensors.check("x").verdict == "passed"
     assert tensors.size == path.stat().st_size
     gathered = {f"layers.{block}.attn.relative_position_bias_table" for block in ("0.blocks.1", "1.blocks.0")}
@@ -216,13 +222,13 @@ def test_masked_weights_and_unfolded_pairs_fail(folder: Path) -> None:
 def test_a_model_of_other_shapes_than_planned_fails() -> None:
     _, model, plan = pruned("layer_scale")
     other = replace(plan, kept={name: channels[1:] for name, channels in plan.kept.items() if "mlp" in name})
-    check = shape_check(plan_rows(other), model)
+    check = shape_check(rows_of(other), model)
     assert check.verdict == "failed" and "planned" in check.detail
 
 
 def test_unplanned_and_missing_tensors_are_reported_with_their_shapes() -> None:
     _, model, plan = pruned("layer_scale")
-    rows = plan_rows(plan)
+    rows = rows_of(plan)
     assert shape_check(rows, model).verdict == "passed"
     model.register_buffer("statistics", torch.zeros(3, 2))
     assert shape_check(rows, model).detail == "1 wrong: statistics: none planned, 3x2 in the model"
