@@ -19,7 +19,6 @@ from vitcompress.io.files import file_sha256, signed_files
 from vitcompress.io.plugins import find_by_name, load_plugins
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.checkpoint import load_model
-from vitcompress.models.create import is_known
 from vitcompress.models.source import create_named
 
 __all__ = ["RUNNERS", "Runner", "RunnerOptions", "TorchRunner", "open_runner"]
@@ -79,7 +78,5 @@ def open_runner(artifact: str | Path, options: RunnerOptions | None = None, **se
     if (path.suffix in RUNNERS or path.is_file()) and (exporter := exporter_of(path)):
         return exporter.runner(path, options)
     problem = "cannot be run" if path.exists() else "does not exist"
-    hint = f"give a run folder, timm:NAME, or a file ({', '.join(RUNNERS)})"
-    if is_known(name):
-        hint = f"for timm's model of that name give {TIMM}{name}"
-    raise ArtifactError(f"{path} {problem}", hint=hint)
+    model = name if name.isidentifier() else "NAME"
+    raise ArtifactError(f"{path} {problem}", hint=f"give a run folder, {TIMM}{model}, or a file ({', '.join(RUNNERS)})")

@@ -200,11 +200,6 @@ def randomize_constants(model: nn.Module, seed: int = 0) -> None:
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=NOISE)
 
 
-def is_known(arch: str) -> bool:
-    """Whether timm has an architecture of this name."""
-    return bool(timm.is_model(arch))
-
-
 def _build(arch: str, args: dict[str, Any], *, pretrained: bool = False, new_head: bool = False) -> nn.Module:
     check_arguments(arch, args)
     try:
