@@ -65,10 +65,10 @@ def test_wrong_arguments_are_reported_and_nothing_is_written(
         (("lr = ", "lrr = "), "all 2 rows: "),
         (("epochs = 2\n", ""), "epochs"),
         (('name = "random_2"', 'name = "control"'), "row control: there are two of this name"),
-        (('name = "random_2"', 'name = "Random 2"'), "row[1].name"),
+        (('name = "random_2"', 'name = "Random 2"'), "row.1.name"),
         (('["Control"]', '["Contrl"]'), "got 'Contrl', expected the curve of a row, did you mean Control?"),
         (("[options.random]", "[options.randm]"), "options.randm   there is no method 'randm', did you mean random?"),
-        (("attention = 1", "atention = 1"), "row random_2: step[0].atention"),
+        (("attention = 1", "atention = 1"), "row random_2: step.0.atention"),
         (('distillation = "soft"', 'epochs = 3, distillation = "soft"'), "base.finetune.epochs"),
         (TO_INT8, "row random_2: export.formats   must contain onnx: "),
         (

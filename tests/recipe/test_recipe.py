@@ -87,8 +87,8 @@ batch = 1
 """
     lines = {line.split("   ")[0].strip(): line for line in problems(file, text)}
     assert "unknown key, did you mean weights?" in lines["model.weight"]
-    assert "unknown key, did you mean pruned_layers?" in lines["step[0].pruned_layer"]
-    assert "'hetdtp'" in lines["step[1].method"] and "did you mean hetdpt?" in lines["step[1].method"]
+    assert "unknown key, did you mean pruned_layers?" in lines["step.0.pruned_layer"]
+    assert "'hetdtp'" in lines["step.1.method"] and "did you mean hetdpt?" in lines["step.1.method"]
     assert "got -3, expected 0 or more" in lines["finetune.epochs"]
     assert "got 'fast', expected a number" in lines["finetune.lr"]
     assert "got 'cosin', expected one of cosine, constant, did you mean cosine?" in lines["finetune.schedule"]
@@ -125,7 +125,7 @@ def test_wrong_types_and_ranges(file: Path, line: str, sentence: str) -> None:
         (("[model]", "[modle]"), "model"),
         (('[[step]]\nmethod = "hetdpt"\npruned_layers = 4', ""), "step"),
         (("[[step]]", "[step]"), "step"),
-        (('method = "hetdpt"\n', ""), "step[0].method"),
+        (('method = "hetdpt"\n', ""), "step.0.method"),
         (('weights = "random"', 'weights = "train"'), "dense"),
         (("lr = 1", 'distillation = "soft"'), "finetune.teacher"),
         (("lr = 1", "[dense]\nepochs = 1"), "dense"),

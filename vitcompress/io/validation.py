@@ -87,12 +87,11 @@ def options_of(kind: type[Any], values: Mapping[str, object], what: str) -> Any:
 def describe_errors(error: ValidationError, root: type[BaseModel], prefix: str = "") -> list[str]:
     """One line per problem, `place   what is wrong`, in the order of the file.
 
-    prefix: replaces the first part of every place (`step[0].`, if the data was nested in another table to validate it).
+    prefix: replaces the first part of every place (`step.0.`, if the data was nested in another table to validate it).
     """
     sentences: dict[str, list[str]] = {}
     for item in error.errors(include_url=False):
-        loc = item["loc"][1:] if prefix else item["loc"]  # ("step", 0, "lr") -> step[0].lr
-        place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
+        place = ".".join(map(str, item["loc"][bool(prefix) :]))  # ("step", 0, "lr") -> step.0.lr
         sentences.setdefault(prefix + place, []).append(_describe(item, root))
     width = max(map(len, sentences))
     return [f"{place:<{width}}   {' or '.join(dict.fromkeys(texts))}" for place, texts in sentences.items()]

@@ -105,7 +105,7 @@ def _steps(raw: Any, problems: list[str]) -> tuple[Step, ...]:
     if not isinstance(raw, list) or not raw or not all(isinstance(step, dict) for step in raw):
         problems.append("step   at least one [[step]] with a method is needed")
         return ()
-    steps = [_step(dict(step), f"step[{number}].", problems) for number, step in enumerate(raw)]
+    steps = [_step(dict(step), f"step.{number}.", problems) for number, step in enumerate(raw)]
     return tuple(step for step in steps if step is not None)
 
 
