@@ -173,6 +173,9 @@ def test_models_of_timm_itself_are_taken() -> None:
             for method, options in {"isomorphic": {"align": FINE}, "upvit": {"target_args": {"depth": 1}}}.items()
         ),
         (lambda: vc.finetune(model(num_classes=1), [(X, torch.zeros(3).long())], epochs=1), "has one class"),
+        (lambda: vc.finetune(model(num_classes=0), batches(), epochs=1), "has no classifier"),
+        (lambda: vc.plan(model(num_classes=0), "isomorphic", batches(), align=FINE), "has no classifier"),
+        (lambda: vc.evaluate(model(num_classes=0), batches()), "has no classifier"),
         (
             lambda: vc.plan(model(), "isomorphic", [(batches()[0][0], torch.arange(5)), *batches()]),
             "16 images have labels of shape 5 ",

@@ -43,6 +43,7 @@ from vitcompress.training import distributed
 from vitcompress.training.datasets import as_images
 from vitcompress.training.loaders import BatchLoader, EvalLoader, open_source
 from vitcompress.training.loop import train
+from vitcompress.training.losses import check_outputs
 from vitcompress.training.metrics import Accuracy, random_images
 from vitcompress.training.metrics import evaluate as evaluate_loader
 from vitcompress.training.options import TrainOptions, TrainResult
@@ -306,7 +307,9 @@ def evaluate(model: Artifact, data: Any, *, batch_size: int = 256, device: str =
     if batch_size < 1:
         raise InputError(f"batch_size is {batch_size}, expected 1 or more", hint="omit it: the default is 256")
     names = getattr(data, "classes", None)
-    if names and isinstance(names, list | tuple) and isinstance(model, str | Path):
+    if isinstance(model, nn.Module):
+        check_outputs(model)
+    elif names and isinstance(names, list | tuple):
         compare_classes(Path(model), [*map(str, names)])
     with ExitStack() as stack:
         runtime = distributed.start(device, workers=workers)

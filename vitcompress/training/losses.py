@@ -37,10 +37,11 @@ def inner(module: nn.Module) -> nn.Module:
 
 
 def check_outputs(module: nn.Module) -> None:
-    """Raise InputError for a model with one class: its probability is always 1, whatever the weights are."""
-    if int(getattr(inner(module), "num_classes", 0)) == 1:
-        message = "the model has one class: no loss and no divergence of its outputs depends on its weights"
-        raise InputError(message, hint="use num_classes=2 for yes or no, or a method that ranks by weights (magnitude)")
+    """Raise InputError for a model without a classifier, or with one class, whose probability is always 1."""
+    if (classes := int(getattr(inner(module), "num_classes", 2))) < 2:
+        reason = "one class: no loss and no divergence of its outputs depends on its weights"
+        message = f"the model has {reason if classes else 'no classifier: its outputs are features, not logits'}"
+        raise InputError(message, hint="use num_classes=2 or more, or a method that ranks by weights (magnitude)")
 
 
 def has_two_heads(module: nn.Module) -> bool:
