@@ -31,7 +31,6 @@ from vitcompress.training.data import class_count
 
 TIMM_ONNX = "timm-onnx:"  # prefix of the ONNX file that timm itself exports
 
-
 Settings = dict[str, Any]  # fields of RunnerOptions that a variant changes
 WORDS: dict[str, Settings] = {
     **{name: {"precision": name} for name in TORCH_TYPES},

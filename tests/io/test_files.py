@@ -7,6 +7,7 @@ import resource
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,7 @@ from contracts import build, contract
 
 from vitcompress.errors import ArtifactError, OutputError
 from vitcompress.io.checks import Check, Verification, update_verification
-from vitcompress.io.files import read_json, read_text, write_file, write_json, write_text
+from vitcompress.io.files import lock_file, read_json, read_text, write_file, write_json, write_text
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import save_tensors
 from vitcompress.io.training_state import load_state, save_state
@@ -132,6 +133,24 @@ def test_json_that_cannot_be_read(content: bytes | None, tmp_path: Path) -> None
 def test_json_is_plain_and_stable(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", {"b": [1, 2.5, None], "a": "é"})
     assert json.loads((tmp_path / "a.json").read_text(encoding="utf-8")) == {"b": [1, 2.5, None], "a": "é"}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="files are locked on POSIX")
+def test_a_locked_file_is_waited_for(tmp_path: Path) -> None:
+    """The second one reports that it waits, and works after the first one."""
+    waits, work = threading.Event(), list[str]()
+
+    def second() -> None:
+        with lock_file(tmp_path, waits.set):
+            work.append("second")
+
+    with ThreadPoolExecutor(1) as pool:
+        with lock_file(tmp_path, lambda: work.append("the first one waits")):
+            done = pool.submit(second)
+            assert waits.wait(60)
+            work.append("first")
+        done.result()
+    assert work == ["first", "second"]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="folders are locked on POSIX")

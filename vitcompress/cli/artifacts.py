@@ -94,7 +94,7 @@ def export(
             formats = (name,) if name else fitting or FORMATS
             best, candidates = choose_fastest(folder, formats, settings, dense=dense, progress=progress)
             name, settings = best.format, options_for(settings, best)
-        with lock_file(RunFolder(folder).plan):  # another export could replace the file before it is verified
+        with lock_file(RunFolder(folder).plan, lambda: progress.note("waiting for another export of this folder")):
             done = export_folder(folder, name or "onnx", options=settings, out=out, dense=dense, progress=progress)
             with record_changes(folder):
                 outcome = verify_export(folder, done, progress, dense=dense)

@@ -94,10 +94,11 @@ def format_json(data: Any, **options: Any) -> str:
 
 
 @contextlib.contextmanager
-def lock_file(path: Path) -> Iterator[None]:
+def lock_file(path: Path, on_wait: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Lock a file or a folder against other processes: a folder to read, change and write back a file in it.
 
     Locks `path` itself, which needs no lock file and may be read-only. A process that locks it twice waits forever.
+    on_wait(): called if another process has locked it.
     Where `path` does not exist, or the system or the disk does not support locks, this does nothing.
     """
     with contextlib.ExitStack() as stack:
@@ -105,7 +106,11 @@ def lock_file(path: Path) -> Iterator[None]:
             if fcntl is not None:
                 handle = os.open(path, os.O_RDONLY)
                 stack.callback(os.close, handle)
-                fcntl.flock(handle, fcntl.LOCK_EX)
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    on_wait()
+                    fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 
 
