@@ -217,7 +217,7 @@ def test_a_folder_of_a_training_script_names_its_checkpoints() -> None:
         (["--mean", "nan"], "mean cannot be nan"),
         (["--mean", "123.7,116.3,103.5"], "numbers from 0 to 1"),
         (["--std", "0"], "std cannot be 0"),
-        (["--set", "data.std=[0.5, -1.0, 0.5]"], "data.std[1]"),
+        (["--set", "data.std=[0.5, -1.0, 0.5]"], "data.std.1"),
         (["--set", "data.interpolation=cubic"], "did you mean bicubic?"),
         (["--set", "model.classes=10"], "model.classes is 10, the data has 4"),
         (["--set", "model.classes=10", "--structure-only"], "model.classes is 10, the data has 4"),
