@@ -142,7 +142,7 @@ def test_exports_with_shared_traces_write_the_same_files(tmp_path: Path, monkeyp
     monkeypatch.setattr(torch.onnx, "export", lambda *args, **options: count.append("") or exporter(*args, **options))
     int8, fp32 = ExportOptions(precision="int8"), ExportOptions()
     cases = [(options, scaled, True) for options, scaled in ((int8, 0), (fp32, 0), (int8, 1), (fp32, 1), (int8, 0))]
-    cases += [(fp32, 0, False), (int8, 1, False)]
+    cases += [(int8, 0, False), (fp32, 0, False), (int8, 1, False)]
     cases += [(ExportOptions(precision="fp16"), 0, True), (fp32, 0, True)]
     cases += [(replace(int8, uint8=True), 0, True), (replace(fp32, uint8=True), 0, True)]
     cases += [(replace(fp32, opset=22), 0, True), (replace(int8, opset=22), 0, True)]

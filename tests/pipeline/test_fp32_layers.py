@@ -205,9 +205,8 @@ def test_the_command_line_records_the_search(format: str, tmp_path: Path, capsys
 
 def test_if_no_set_passes_no_file_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run_folder(tmp_path / "run", large_residual(plain(), 5e4))
-    named = ("head", "softmax", "norm")  # which belong to every set, so that only two are left
-    code, printed = run_export(capsys, str(folder), "--precision", "fp16", "--islands", ",".join(("auto", *named)))
-    assert code == 1 and "any set of fp32 layers: 2 were tried" in json.dumps(printed)
+    code, printed = run_export(capsys, str(folder), "--precision", "fp16", "--islands", "auto")
+    assert code == 1 and "any set of fp32 layers" in json.dumps(printed)
     assert [path.name for path in (folder / "failed").iterdir()] == ["model-fp16.onnx.islands.json"]
     assert not list(folder.glob("model-fp16*"))
 
