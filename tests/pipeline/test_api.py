@@ -321,6 +321,9 @@ def test_classes_of_the_data_are_those_of_the_file(tmp_path: Path) -> None:
                 vc.evaluate(file, data)
         else:
             assert vc.evaluate(file, data).total > 0
+    data.classes = tuple("efgh")
+    with pytest.warns(UserWarning, match="named a, b, c.* of the data e, f, g.* assumed equal, in this order"):
+        vc.evaluate(file, data)
 
 
 class Records:

@@ -5,6 +5,7 @@ of methods, trainings, exports and benchmarks are keyword arguments: the keys of
 """
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from copy import deepcopy
@@ -309,8 +310,8 @@ def evaluate(model: Artifact, data: Any, *, batch_size: int = 256, device: str =
     names = getattr(data, "classes", None)
     if isinstance(model, nn.Module):
         check_outputs(model)
-    elif names and isinstance(names, list | tuple):
-        compare_classes(Path(model), [*map(str, names)])
+    elif names and isinstance(names, list | tuple) and (remark := compare_classes(Path(model), [*map(str, names)])):
+        warnings.warn(f"{model}: {remark}", stacklevel=2)
     with ExitStack() as stack:
         runtime = distributed.start(device, workers=workers)
         stack.callback(runtime.stop)
