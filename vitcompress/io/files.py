@@ -98,8 +98,8 @@ def lock_file(path: Path, on_wait: Callable[[], object] = lambda: None) -> Itera
     """Lock a file or a folder against other processes: a folder to read, change and write back a file in it.
 
     Locks `path` itself, which needs no lock file and may be read-only. A process that locks it twice waits forever.
-    on_wait(): called if another process has locked it.
-    Where `path` does not exist, or the system or the disk does not support locks, this does nothing.
+    Where `path` does not exist, or the system or the disk does not support locks, this does nothing. on_wait(): called
+    if another process has locked it.
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):

@@ -37,7 +37,7 @@ def _keep(model: torch.nn.Module, family: Family, base: Plan, options: Options, 
     counts = {group.name: max(1, round(options.keep_heads * group.size)) for group in groups}
     if all(counts[group.name] == group.size for group in groups):
         several = any(group.size > 1 for group in groups)
-        hint = "lower keep_heads" if several else "use isomorphic: every attention keeps a head"
+        hint = "lower keep_heads" if several else "use isomorphic: the only head of an attention stays"
         raise PlanError(f"keep_heads = {options.keep_heads:g} removes no head of this model", hint=hint)
     return Candidates(model, spaces, groups, base).delta(counts)
 

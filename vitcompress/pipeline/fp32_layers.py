@@ -150,9 +150,7 @@ def search(
 
 @torch.no_grad()
 def rank_layers(original: Original, settings: Quantization) -> dict[str, float]:
-    """Linear layer or attention -> mean KL divergence of the outputs with only this one in eight bits, the largest
-    first.
-    """
+    """Linear layer or attention -> mean KL divergence of the outputs with it alone in eight bits, the largest first."""
     images, model = original.images[:RANK_IMAGES], rescale(deepcopy(original.model).float(), settings.factors)
     exact, changes = model(images), dict[str, float]()
     for layer in dict.fromkeys(key.partition(CORE)[0] + SOFTMAX * (CORE in key) for key in settings.ranges):

@@ -161,7 +161,7 @@ def _patches(model: Any, maps: Tensor) -> Tensor:
 class Objective:
     """The loss of one batch: labels and, with a teacher, `options.share_of_labels` * labels + alpha * distillation.
 
-    module: the model that is trained. input: its preprocessing. Raises InputError for one class, for distillation
+    module: the model that is trained. input: its preprocessing. Raises InputError as `check_outputs`, for distillation
     without a teacher, or with an `alpha` that leaves one of two heads untrained or lets labels have a negative weight.
     """
 
