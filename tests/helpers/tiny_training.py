@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from killed_training import ARCH, ARGS
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from vitcompress.training.options import TrainOptions, TrainResult
 from vitcompress.training.trainer import TrainingContext, TrainingControls
 
 CPU = Runtime(torch.device("cpu"))
+_NEEDS_A_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+DEVICES = ["cpu", pytest.param("cuda", marks=_NEEDS_A_GPU)]
 INPUT = InputConfig((1, 4, 4), (0.5,), (0.5,), "bicubic", 1.0, "center")
 OPTIONS = TrainOptions(epochs=2, batch_size=8, lr=1e-2)
 

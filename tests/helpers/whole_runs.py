@@ -227,6 +227,7 @@ def load() -> None:
 
 
 if __name__ == "__main__":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # CUDA does not work in a forked process
     load()
     killed(Path(sys.argv[1]))
     limited(Path(sys.argv[1], "limited"))

@@ -23,6 +23,8 @@ from vitcompress.methods.table import METHODS, find_method
 from vitcompress.models.create import create_on_meta
 from vitcompress.plan import Plan
 from vitcompress.recipe.keys import keys_of
+from vitcompress.training.distributed import Runtime
+from vitcompress.training.options import TrainOptions
 
 every_method = pytest.mark.parametrize("name", METHODS)
 
@@ -222,3 +224,20 @@ def test_a_context_needs_no_data(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no training images") as caught:
         METHODS["isomorphic"].plan(vit, context_for(vit), OPTIONS["isomorphic"])
     assert "pass data" in str(caught.value.hint)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@every_method
+def test_a_plan_on_a_gpu_is_that_of_the_cpu(name: str, tmp_path: Path) -> None:
+    """In float64, where the rounding of the two devices is far below the differences between layers or channels."""
+    assert plan_on("cuda", name, tmp_path / "cuda") == plan_on("cpu", name, tmp_path / "cpu")
+
+
+def plan_on(device: str, name: str, folder: Path) -> Plan:
+    vit, plan = start(name)
+    vit.to(device, torch.float64)
+    changes = {"runtime": Runtime(torch.device(device), dtype=torch.float64)}
+    # After few steps of Adam, whose first ones have the size of the learning rate, learned scores are equal in float32.
+    changes |= {"train": TrainOptions(epochs=2, batch_size=4, lr=1e-3)}
+    return METHODS[name].plan(vit, context(folder, vit, plan=plan, **changes), OPTIONS[name])

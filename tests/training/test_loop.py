@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
-from tiny_training import OPTIONS, fit, same, vit, weights
+from tiny_training import DEVICES, OPTIONS, fit, same, vit, weights
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -72,6 +72,21 @@ def test_accumulated_parts_equal_the_whole_batch(tmp_path: Path) -> None:
     assert any(float((trained[0][name] - start[name]).abs().max()) > 1e-2 for name in start)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_trains_to_the_weights_of_the_cpu(tmp_path: Path) -> None:
+    """In float64, with the bound of the test above: a GPU adds the same products in another order."""
+    trained = []
+    for device in ("cpu", "cuda"):
+        model = vit().double()
+        options = dataclasses.replace(OPTIONS, optimizer="sgd", lr=0.1, clip_grad=1.0)
+        fit(model, tmp_path / device, options, runtime=Runtime(torch.device(device), dtype=torch.float64))
+        trained.append({name: value.cpu() for name, value in weights(model).items()})
+    assert all(float((trained[0][name] - trained[1][name]).abs().max()) < 2e-12 for name in trained[0])
+    start = weights(vit().double())
+    assert any(float((trained[0][name] - start[name]).abs().max()) > 1e-2 for name in start)
+
+
 def test_parts_must_be_equal(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="8 images per process cannot be computed in 3 equal parts"):
         fit(vit(), tmp_path, dataclasses.replace(OPTIONS, accumulate=3))
@@ -81,9 +96,10 @@ def test_parts_must_be_equal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
-def test_mixed_precision_learns_too(tmp_path: Path, amp: Any) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_mixed_precision_learns_too(tmp_path: Path, device: str, amp: Any) -> None:
     model = vit()
-    result = fit(model, tmp_path, dataclasses.replace(OPTIONS, epochs=12), runtime=Runtime(torch.device("cpu"), amp))
+    result = fit(model, tmp_path, dataclasses.replace(OPTIONS, epochs=12), runtime=Runtime(torch.device(device), amp))
     assert result.history[-1]["loss"] < 0.5 < result.history[0]["loss"]
     assert next(model.parameters()).dtype == torch.float32
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import killed_training as killed
 import pytest
 import torch
-from tiny_training import OPTIONS, fit, same, vit, weights
+from tiny_training import DEVICES, OPTIONS, fit, same, vit, weights
 
 from vitcompress.errors import InputError, OutputError
 from vitcompress.io.tensors import load_tensors
 from vitcompress.io.training_state import load_state
-from vitcompress.training.distributed import Runtime
+from vitcompress.training.distributed import Amp, Runtime
 from vitcompress.training.log import RunLog
 from vitcompress.training.options import Augmentation
 
@@ -57,19 +57,22 @@ def test_a_finished_training_is_only_loaded(tmp_path: Path) -> None:
     assert first == second and calls == [] and same(weights(model), weights(again))
 
 
-def test_ctrl_c_loses_the_epoch_and_nothing_else(tmp_path: Path) -> None:
+@pytest.mark.parametrize("amp", ["none", "bf16", "fp16"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_ctrl_c_loses_the_epoch_and_nothing_else(device: str, amp: Amp, tmp_path: Path) -> None:
     def stop(epoch: int) -> None:
         if epoch == 1:
             raise KeyboardInterrupt
 
-    options, whole, broken = dataclasses.replace(OPTIONS, epochs=3), vit(), vit()
-    fit(whole, tmp_path / "whole", options)
+    options, whole, broken = dataclasses.replace(OPTIONS, epochs=3, drop_path=0.2), vit(), vit()
+    runtime = Runtime(torch.device(device), amp)
+    fit(whole, tmp_path / "whole", options, runtime=runtime)
     with pytest.raises(KeyboardInterrupt):
-        fit(broken, tmp_path / "broken", options, after_epoch=stop)
+        fit(broken, tmp_path / "broken", options, after_epoch=stop, runtime=runtime)
     state = load_state(tmp_path / "broken")
     assert state is not None and state.epoch == 0
     resumed = vit(seed=5)
-    fit(resumed, tmp_path / "broken", options)
+    fit(resumed, tmp_path / "broken", options, runtime=runtime)
     assert same(weights(whole), weights(resumed))
 
 

@@ -48,7 +48,10 @@ def random_scores(spaces: Iterable[Space], seed: int) -> Scores:
 
 @torch.no_grad()
 def channel_scores(model: nn.Module, spaces: Iterable[Space], elements: Callable[[str, Tensor], Tensor]) -> Scores:
-    """Space -> scores (channels,): `elements(name, weight)`, shaped as the weight, summed over a channel's weights."""
+    """Space -> scores (channels,): `elements(name, weight)`, shaped as the weight, summed over a channel's weights.
+
+    All on the CPU.
+    """
     weights = {
         f"{path}.weight": module.weight
         for path, module in model.named_modules()
@@ -59,7 +62,7 @@ def channel_scores(model: nn.Module, spaces: Iterable[Space], elements: Callable
         total = torch.zeros(space.size, dtype=torch.float64)
         for axis in space.axes:
             if axis.tensor in weights and not axis.per_head:
-                values = elements(axis.tensor, weights[axis.tensor]).double().cpu()
+                values = elements(axis.tensor, weights[axis.tensor].cpu()).double()
                 # Sum over the other dimensions, and then over the copies of the space on this one.
                 rows = values.movedim(axis.dim, 0).flatten(1).sum(1) if values.ndim > 1 else values
                 rows = rows[axis.offset : axis.offset + axis.copies * space.size]

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitcompress.families import family_of
+from vitcompress.families.lookup import unwrap
 from vitcompress.models.arguments import shapes_of
 from vitcompress.models.create import SkipOnMeta, input_config
 from vitcompress.plan import Plan
@@ -70,7 +71,7 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
     Its parameters require no gradients: under `torch.no_grad` a view of a parameter, such as a pool's expanded latent,
     still does, but has no gradient function, which torch's ModuleTracker expects of a module's input.
     """
-    shapes = deepcopy(model).to("meta").eval().requires_grad_(False)
+    shapes = deepcopy(unwrap(model)).to("meta").eval().requires_grad_(False)
     for module in shapes.modules():
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()

@@ -206,7 +206,8 @@ class Objective:
             return labels + options.alpha * self._distill(second, teacher(images))
         known, wanted = teacher.with_features(images, options.distillation)
         _check_shapes(features, wanted)
-        distance = functional.mse_loss(features, wanted)
+        common = torch.promote_types(features.dtype, wanted.dtype)
+        distance = functional.mse_loss(features.to(common), wanted.to(common))
         if options.distillation == "features":
             return labels + options.alpha * distance
         # eq. D2: a sum over patches of the mean over images and channels
