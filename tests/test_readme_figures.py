@@ -130,6 +130,69 @@ def test_ratios_of_what_it_costs() -> None:
     assert {row[0] for row in rows(text, "time of") + rows(text, "throughput")} == {*RATIOS}
 
 
+GPU_FORMS = ("torch fp16", "torch fp16+compile", "onnx fp16")  # columns of the first table
+GPU_ROWS = {
+    "torch fp16": "torch fp16",
+    "torch fp16, CUDA graph": "torch fp16+graph",
+    "torch fp16, compiled": "torch fp16+compile",
+    "torch bf16": "torch bf16",
+    "torch TF32": "torch tf32",
+    "torch fp32": "torch fp32",
+    "ONNX Runtime fp16": "onnx fp16",
+    "ONNX Runtime TF32": "onnx tf32",
+}
+TRAINING = {
+    "fp32": "none",
+    "amp fp16": "fp16",
+    "amp bf16": "bf16",
+    "amp bf16, activation checkpointing": "bf16, checkpointing",
+    "amp bf16, `model.compile()`": "bf16, compiled",
+}
+
+
+def gpu_table(title: str) -> dict[str, list[str]]:
+    table = TEXTS["bench/results/README.md"].split(title)[1].split("\n\n")[0].splitlines()[2:]
+    return {cells[0]: cells[1:] for cells in ([cell.strip() for cell in line[1:-1].split("|")] for line in table)}
+
+
+def test_speeds_on_a_gpu() -> None:
+    known = {figure["what"]: figure for figure in content("gpu-h100.json")["figures"]}
+    table, torch_shares = gpu_table("| structure | MACs ratio | torch |"), dict[str, float]()
+    assert {name.split("`")[1] for name in table} == {what.split(", ")[0] for what in known if "torch fp16" in what} - {
+        "giant",
+        "harness",
+    }
+    for label, (macs, *cells) in table.items():
+        name = label.split("`")[1]
+        figures = [known.get(f"{name}, {form}") for form in GPU_FORMS]
+        assert cells == ["" if f is None else f"{f['speedup']:.2f}x ({f['ratio']:.2f})" for f in figures], label
+        first = known[f"{name}, {GPU_FORMS[0]}"]
+        assert macs == f"{first['macs_ratio']:.2f}" and first["ratio"] * first["macs_ratio"] == pytest.approx(
+            first["speedup"]
+        )
+        torch_shares[name] = first["ratio"]
+    text = " ".join(TEXTS["README.md"].split())
+    depth = [share for name, share in torch_shares.items() if name.endswith("hetdpt") or name.startswith("nose")]
+    width = [share for name, share in torch_shares.items() if share not in depth]
+    assert f"realizes {min(depth):.2f} to {max(depth):.2f} of the MACs ratio for depth pruning" in text
+    assert f"and only {min(width):.2f} to {max(width):.2f} for width pruning" in text
+    for label, cells in gpu_table("| `deit_s_hetdpt` on a GPU | dense").items():
+        figure = known[f"deit_s_hetdpt, {GPU_ROWS[label]}"]
+        shares = figure["share_of_peak"]
+        rates = [f"{rate:.0f} ({100 * shares[name]:.0f} %)" for name, rate in figure["images_per_second"].items()]
+        assert cells == [*rates, f"{figure['speedup']:.2f}x", f"{figure['ratio']:.3f}"], label
+
+
+def test_training_steps_on_a_gpu() -> None:
+    known = {figure["what"]: figure for figure in content("gpu-h100.json")["figures"]}
+    table = gpu_table("| training step on a GPU |")
+    assert set(table) == set(TRAINING)
+    for label, cells in table.items():
+        figure = known[f"training step, {TRAINING[label]}"]
+        share, memory = f"{100 * figure['share_of_peak']:.1f} %", f"{figure['peak_bytes'] / 2**30:.1f} GiB"
+        assert cells == [f"{figure['images_per_second']:.0f}", share, memory], label
+
+
 def test_accuracies_of_the_study() -> None:
     text = TEXTS["bench/results/README.md"]
     study = {row["row"]: row for row in content("study-digits-epyc-2-cores.json")["rows"]}

@@ -20,22 +20,19 @@ PARTS: dict[str, Callable[[Options], Iterator[Line]]] = {
     "realised": speed.run_pruned,
     "dense": speed.run_dense,
     "int8": speed.run_int8,
-    "gpu": speed.run_gpu,
 }
-PAPER = {"batch": 256, "runs": 100}  # defaults of the part `gpu`
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts in this order, and write the file after every line, so that an error loses no result."""
     args = _parse(arguments)
-    gpu_name = torch.cuda.get_device_name().replace(" ", "-").lower() if torch.cuda.is_available() else "cpu"
-    out = args.out if args.out.suffix == ".json" else args.out / f"speed-{'-'.join(args.parts)}-{gpu_name}.json"
+    out = args.out if args.out.suffix == ".json" else args.out / f"speed-{'-'.join(args.parts)}.json"
     set_here = {name: value for name in vars(Options()) if (value := getattr(args, name)) is not None}
     settings: dict[str, object] = {"parts": args.parts, "set": set_here}
     lines: list[Line] = []
     _write(out, lines, settings)  # fails now if the file cannot be written
     for part in args.parts:
-        for line in PARTS[part](Options(**{**(PAPER if part == "gpu" else {}), **set_here})):
+        for line in PARTS[part](Options(**set_here)):
             sys.stdout.write(f"{describe(line)}\n")
             sys.stdout.flush()
             lines.append(line)
@@ -57,10 +54,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         epilog="parts:\n  " + "\n  ".join(summaries),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    default = [name for name in PARTS if name != "gpu"]
-    parser.add_argument("parts", nargs="*", default=default, help="which parts to run (default: all but gpu)")
-    parser.add_argument("--batch", type=_count, help=f"images per run (default: {Options.batch}; gpu: 256)")
-    parser.add_argument("--runs", type=_count, help=f"timed runs (default: {Options.runs}; gpu: 100)")
+    parser.add_argument("parts", nargs="*", default=[*PARTS], help="which parts to run (default: all)")
+    parser.add_argument("--batch", type=_count, help=f"images per run (default: {Options.batch})")
+    parser.add_argument("--runs", type=_count, help=f"timed runs (default: {Options.runs})")
     parser.add_argument("--threads", type=_count, help="threads of one call of a runtime (default: the runtime's)")
     out = Path("bench/results/speed.json")
     parser.add_argument("--out", type=Path, default=out, help="file, or folder (default: %(default)s)")

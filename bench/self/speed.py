@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,12 +13,9 @@ from torch import nn
 import vitcompress as vc
 from vitcompress.bench import artifacts, suite
 from vitcompress.errors import first_line
-from vitcompress.exporters.onnx.libraries import RTX
-from vitcompress.exporters.onnx.providers import CUDA, TENSORRT
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.quantize.calibrate import calibrate
 from vitcompress.exporters.runtimes import RunnerOptions, available_exporter
-from vitcompress.exporters.tensorrt.flavours import capability
 from vitcompress.families import family_of
 from vitcompress.io.hardware import slow_reason
 from vitcompress.io.text import format_interval, format_ratio, shorten_names
@@ -43,13 +39,6 @@ PRUNED: dict[str, tuple[str, ...]] = {
 # Widths of one head's q/k and v, and of an FFN, 30 % in all: SERo's table 3 prunes q/k most and v least.
 SERO = {"unaligned": (7, 49, 724), "uniform": (8, 48, 720), "tied": (32, 32, 576), "padded": (8, 48, 720)}
 SERO_ARCH = "deit_base_patch16_224"
-GPU_RECIPES = (*dict.fromkeys(name.partition(" ")[0] for name in PRUNED), "deit_s_sero", "deit_b_sero")
-GPU_FORMS = {  # on the CPU only the first precision
-    "torch": artifacts.ALL["cuda"],
-    "onnx": ("fp32", "fp16"),
-    "trt": ("fp32", "tf32", "fp16", "bf16"),
-    "trt-rtx": ("fp32", "fp16", "bf16"),
-}
 SERVED = {  # files that are compared with that of the dense model in fp32 in ONNX Runtime
     "ONNX Runtime fp32": ("onnx", "fp32"),
     "ONNX Runtime int8": ("onnx", "int8"),
@@ -58,7 +47,6 @@ SERVED = {  # files that are compared with that of the dense model in fp32 in ON
 }
 RANGE_IMAGES = 12  # of noise: no time depends on the ranges
 QUANTIZED = ("deit_s_hetdpt", "deit_s_sero_70", "deit_iso_2_6g", "hetdpt_plus_2_4g", "up_deit_s")
-PROVIDERS = (CUDA, TENSORRT, RTX)  # of ONNX Runtime
 
 
 @dataclass(frozen=True)
@@ -150,21 +138,6 @@ def realised(name: str, dense: nn.Module, pruned: nn.Module, options: Options) -
     return {"what": f"realised {name}", **line, "ratio": line["ratio"] / macs_ratio, "ci95": ends, **figures}
 
 
-def run_gpu(options: Options) -> Iterator[Line]:
-    """The paper protocol on a GPU (without one on the CPU): dense and pruned in torch, ONNX Runtime and TensorRT."""
-    on_gpu = torch.cuda.is_available()
-    runner = RunnerOptions(device="cuda" if on_gpu else "cpu", threads=options.threads)
-    for name in GPU_RECIPES:
-        dense, pruned = prune_recipe(name)
-        models = {"dense": dense, "pruned": vc.fold(pruned)}
-        for form, precisions in GPU_FORMS.items():
-            providers = PROVIDERS if on_gpu and form == "onnx" else (None,)
-            for precision, provider in product(precisions if on_gpu else precisions[:1], providers):
-                what = f"{name}, {form} {precision}{f' in {provider}' if provider else ''}"
-                settings = replace(options.bench, warmup=None, runner=replace(runner, provider=provider))
-                yield attempt(what, compare, models, settings, form, precision)
-
-
 def attempt(what: str, work: Callable[..., Line], *arguments: object) -> Line:
     """`what` and the result of `work`, or the reason why there is none: what comes after it still runs."""
     try:
@@ -178,15 +151,12 @@ def compare(
 ) -> Line:
     """Speed of the second model over the first, interleaved, with every sample, in one format and precision.
 
-    models: by name; text is opened as by `vitcompress bench`. form: of files, or `torch`; its precisions are variants.
+    models: by name; text is opened as by `vitcompress bench`.
     """
-    variants, (protocol,) = precision if form == "torch" else None, settings.protocols()
-    sm = capability() if form == "trt-rtx" else None
-    options = ExportOptions(precision, batch=(1, protocol.batch, protocol.batch), sm=(sm,) if sm else ())
     with TemporaryDirectory() as folder:
-        new = {name: Path(folder) / name for name in models}
+        options, new = ExportOptions(precision), {name: Path(folder) / name for name in models}
         paths = [m if isinstance(m, str) else write(m, new[name], form, options) for name, m in models.items()]
-        bench = suite.run(paths, settings, variants=variants)
+        bench = suite.run(paths, settings)
     warnings = [shorten_names(text, [row["artifact"] for row in bench.rows]) for text in bench.warnings]
     rows = [{**row, "artifact": name} for name, row in zip(models, bench.rows, strict=True)]
     conditions = bench.machine["conditions"]

@@ -7,7 +7,6 @@ from statistics import median
 from typing import Any
 
 import pytest
-import torch
 
 from vitcompress.bench import timing
 from vitcompress.bench.self import __main__ as own
@@ -17,11 +16,6 @@ from vitcompress.families import family_of
 from vitcompress.models.create import create_model
 
 TINY = "test_vit"
-RECIPE = """\
-model = { name = "test_vit", weights = "random", args = { num_classes = 10 } }
-data = { source = "digits" }
-step = [{ method = "fixed", activation = [0], attention = [1] }]
-"""
 
 
 def test_a_part_prints_and_writes_its_lines(
@@ -128,20 +122,6 @@ def test_recipes_are_pruned_with_their_changes() -> None:
 def test_padded_layouts_are_built_as_such() -> None:
     model = speed.keep_widths(create_model(TINY), 8, 16, 32, padded=True)
     assert all(block.attn.padded and block.attn.qk_dim < block.attn.v_dim for block in model.blocks)
-
-
-def test_the_gpu_measurement_runs_and_records_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tiny.toml").write_text(RECIPE)
-    monkeypatch.setattr(speed, "GPU_RECIPES", (str(tmp_path / "tiny.toml"),))
-    assert own.main(["gpu", "--batch", "1", "--runs", "1", "--out", str(tmp_path)]) == 0
-    (written,) = tmp_path.glob("speed-gpu-*.json")
-    what = {line["what"].split(", ")[1]: line for line in json.loads(written.read_text())["figures"]}
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    for name in ("torch fp32", "onnx fp32"):
-        assert [row["artifact"] for row in what[name]["rows"]] == ["dense", "pruned"]
-        assert all(row["samples_ms"] and row["device"].startswith(device) for row in what[name]["rows"])
-        assert all(row["protocol"] == "paper-10/1/1" for row in what[name]["rows"])
-    assert device == "cuda" or "not measured" in what["trt fp32"]["text"]
 
 
 def test_a_comparison_that_fails_does_not_stop_the_others() -> None:
