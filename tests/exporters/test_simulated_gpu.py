@@ -81,6 +81,23 @@ def test_recipes_have_everything_on_the_gpu(tmp_path: Path) -> None:
         assert [row["device"] for entry in report["bench"] for row in entry["rows"]] == ["cuda:0"] * 4, method
 
 
+PLANS = """
+import sys
+from pathlib import Path
+
+from tests.methods.test_methods import METHODS, plan_on
+
+for name in METHODS:
+    plans = [plan_on(device, name, Path(sys.argv[1], name, device)) for device in ("cuda", "cpu")]
+    assert plans[0] == plans[1], name
+"""
+
+
+def test_every_method_plans_for_a_model_on_the_gpu(tmp_path: Path) -> None:
+    """As `vc.plan` does, which moves the model there; a recipe passes one on the CPU."""
+    python("-c", PLANS, tmp_path)
+
+
 EVALUATE = """
 import sys, torch
 import vitcompress as vc

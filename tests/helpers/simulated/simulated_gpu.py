@@ -18,6 +18,7 @@ MIXED = "Expected all tensors to be on the same device"
 # Functions that accept tensors of both devices.
 CROSSING = ("copy_", "set_", "_has_compatible_shallow_copy_type", "is_same_size")
 GENERATOR, AUTOCAST, MAKE_SUBCLASS = torch.Generator, torch.autocast, torch.Tensor._make_subclass
+PARSE_TO: Callable[..., Any] = torch._C._nn._parse_to  # type: ignore[attr-defined]
 
 
 def is_on_gpu(tensor: Tensor) -> bool:
@@ -201,9 +202,16 @@ def _parameter(*args: Any, **kwargs: Any) -> Tensor:
     return put(MAKE_SUBCLASS(*args, **kwargs), is_on_gpu(args[1]))
 
 
+def _parse_to(*args: Any, **kwargs: Any) -> Any:
+    """The arguments of `Module.to`; function modes do not see this call."""
+    if args and isinstance(args[0], Tensor):
+        args = (args[0].device, args[0].dtype, *args[1:])
+    return PARSE_TO(*args, **kwargs)
+
+
 def install() -> None:
     """Simulate a GPU in this process from now on."""
-    about = SimpleNamespace(name="simulated GPU", total_memory=2**36, major=9, minor=0)
+    about = SimpleNamespace(name="simulated GPU", total_memory=2**36, major=9, minor=0, multi_processor_count=132)
     state = torch.zeros(16, dtype=torch.uint8)
     results = {
         **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),
@@ -233,6 +241,7 @@ def install() -> None:
     torch.cuda.stream = lambda stream=None: stream or Stream()  # type: ignore[assignment]
     torch.cuda.current_stream = lambda *args, **kwargs: Stream()  # type: ignore[assignment]
     torch.Tensor._make_subclass = staticmethod(_parameter)  # type: ignore[method-assign]
+    torch._C._nn._parse_to = _parse_to  # type: ignore[attr-defined]
     torch.Generator = Generator  # type: ignore[misc]
     torch.autocast = torch.amp.autocast = Autocast  # type: ignore[misc,assignment]
     torch.optim.Optimizer._accelerator_graph_capture_health_check = lambda self: None  # type: ignore[method-assign]
