@@ -3,10 +3,9 @@
 import json
 from pathlib import Path
 
+import gpu
 import pytest
 import torch
-
-from tests.campaigns import gpu
 
 RECIPE = """\
 model = { name = "test_vit", weights = "random", args = { num_classes = 10 } }
