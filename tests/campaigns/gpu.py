@@ -6,6 +6,7 @@ Weights and images are random: no time depends on them. Without a GPU everything
 """
 
 import argparse
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +51,7 @@ FORMS = (
     "trt fp16",
 )
 GIANT = "dinov2_g_hetdpt"
-# Dense products per second by datasheet, without sparsity: bf16 and fp16 in tensor cores. NVIDIA H100 and H200, SXM.
+# Operations per second in fp16 and bf16 by datasheet, without sparsity. H100 and H200: SXM.
 PEAKS = {"H100 80GB HBM3": 989e12, "H200": 989e12, "A100": 312e12}
 SMALL_SIZE = 98  # of images of the large model
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -58,7 +59,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @dataclass(frozen=True)
 class Options:
-    """batch, runs: of the paper protocol. model: of the parts that measure one dense model."""
+    """batch, runs: of the paper protocol. model: of `harness`, `training` and UP-ViT. large: of transfer entropy.
+
+    giant: recipe of the part `giant`. images, scored: for transfer entropy, and for UP-ViT.
+    """
 
     recipes: Sequence[str] = (*DEPTH, *WIDTH)
     forms: Sequence[str] = FORMS
@@ -136,7 +140,8 @@ def measure_form(
     """One form of both models. paths: files that are already written, by format and precision."""
     kind, _, settings = form.partition(" ")
     precision, *more = settings.split("+")
-    stored = "" if kind == "torch" else {"tf32": "fp32"}.get(precision, precision)  # TF32 is a setting of ONNX Runtime
+    # TF32 is a setting of ONNX Runtime, not of the file. A run folder serves every precision.
+    stored = "" if kind == "torch" else "fp32" if (kind, precision) == ("onnx", "tf32") else precision
     began = time.perf_counter()
     if (kind, stored) not in paths:
         sm = capability() if kind == "trt-rtx" else None
@@ -145,11 +150,12 @@ def measure_form(
             write(m, folder / f"{label}-{kind}-{stored}", kind, export) for label, m in models.items()
         ]
     written = time.perf_counter() - began
-    runner: dict[str, Any] = {}
-    if kind == "onnx" and DEVICE == "cuda":
-        runner = {"provider": CUDA, "cuda_graph": "graph" in more}
-        runner |= {"precision": "tf32"} if precision == "tf32" else {}
-    variants = settings if kind == "torch" else None
+    variants, runner = settings if kind == "torch" else None, dict[str, Any]()
+    if kind == "onnx":
+        runner = {"precision": "tf32"} if precision == "tf32" else {}
+        runner |= {"provider": CUDA} if DEVICE == "cuda" else {}
+    if kind != "torch":
+        runner |= {"cuda_graph": "graph" in more}
     bench = suite.run(paths[kind, stored], options.bench(**runner), variants=variants)
     seconds = {"write": written, "all": time.perf_counter() - began}
     return {**compare_with_macs(bench, macs), "seconds": seconds}
@@ -286,8 +292,6 @@ BUSY = "import torch; x = torch.randn(8192, 8192, device='{}')\nwhile True: x @ 
 
 def with_another_process(folder: Path, options: Options) -> Line:
     """The conditions that the benchmark records alone and beside a process that keeps the GPU busy."""
-    import subprocess
-
     alone = suite.run([folder], options.bench())
     with subprocess.Popen([sys.executable, "-c", BUSY.format(DEVICE)]) as other:
         time.sleep(8)
@@ -427,7 +431,7 @@ def upvit(options: Options) -> Line:
     runtime = Runtime(torch.device(DEVICE))
     source = as_images([(i, int(t)) for images, labels in batches for i, t in zip(images, labels, strict=True)], ())
     loader = EvalLoader(source, input_config(model), 50, runtime)
-    importance, sample = Importance(model, family, images_at_once=1000), {"mlp": 16, "attention": 16, "embed": 8}
+    importance, sample = Importance(model, family, images_at_once=1000), {"mlp": 16, "attention": 16, "residual": 8}
     exact: dict[str, float] = {}
     for kind, count in sample.items():
         part = next((p for p in parts if p.kind == kind), None)
