@@ -206,7 +206,7 @@ class Objective:
             return labels + options.alpha * self._distill(second, teacher(images))
         known, wanted = teacher.with_features(images, options.distillation)
         _check_shapes(features, wanted)
-        common = torch.promote_types(features.dtype, wanted.dtype)
+        common = torch.promote_types(features.dtype, wanted.dtype)  # torch 2.11 has no gradient for two types
         distance = functional.mse_loss(features.to(common), wanted.to(common))
         if options.distillation == "features":
             return labels + options.alpha * distance
