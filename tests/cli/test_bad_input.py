@@ -68,7 +68,22 @@ def test_a_mistake_is_reported_without_importing_torch(words: str, sentence: str
 def test_an_empty_option(option: str) -> None:
     """As from an unset variable of the shell."""
     assert f"{option} is empty" in expect_error("recipe", "small.toml", option, "")
-    assert expect_error("bench", "").startswith("artifacts is empty")
+    assert f"{option} is empty" in expect_error("recipe", "small.toml", f"{option}=")
+
+
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [
+        (("bench", ""), "the argument after `bench`"),
+        (("verify", ""), "the argument after `verify`"),
+        (("bench", "timm:x", ""), "the argument after `timm:x`"),
+        (("bench", "timm:x", "--batch", ""), "--batch"),
+        (("export", "run", "-o", ""), "-o"),
+        (("",), "the argument after `vitcompress`"),
+    ],
+)
+def test_an_empty_argument(words: tuple[str, ...], place: str) -> None:
+    assert expect_error(*words).startswith(f"{place} is empty")
 
 
 def test_a_folder_or_another_file_instead_of_a_recipe() -> None:

@@ -58,7 +58,7 @@ def verify(folder: Path, require_verified: bool, adopt: bool) -> int:
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
-@opt.option("--format name", "onnx (default), openvino, trt or trt-rtx.", **opt.alias("FORMAT"))
+@opt.option("--format name", "onnx (default), openvino, trt or trt-rtx.", opt.parse_name, "FORMAT")
 @opt.export_options
 @opt.option("--out -o", "File to write (default: in DIR).", FILE)
 @opt.flag("--dense", "Export the model before pruning, to compare with.")
@@ -158,7 +158,7 @@ def sign(artifact: Path, key: Any) -> int:
     float,
     "R",
 )
-@opt.option("--precision", "fp32, tf32, fp16, bf16 (default: the file's, fp32 in torch).", **opt.alias("PRECISION"))
+@opt.option("--precision", "fp32, tf32, fp16, bf16 (default: the file's, fp32 in torch).", opt.parse_name, "PRECISION")
 @opt.flag("--compile", "Use torch.compile for run folders and timm models.")
 @opt.option(
     "--variants", "Measure torch models with several settings, as in fp32,fp16+compile,fp16+graph.", str, "LIST|all"

@@ -4,6 +4,7 @@ import contextlib
 import contextvars
 import functools
 import gc
+import itertools
 import logging
 import os
 import re
@@ -42,6 +43,13 @@ class Commands(click.Group):
         except (OSError, AttributeError):  # a full disk, or no standard output at all
             sys.stdout = None  # Python would flush it again and change the exit code
         sys.exit(code)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        for before, word in itertools.pairwise(["vitcompress", *args]):
+            if not word or re.fullmatch("--[a-z-]+=", word):
+                place = word.rstrip("=") or (before if before.startswith("-") else f"the argument after `{before}`")
+                raise InputError(f"{place} is empty", hint="is a variable of the shell not set?")
+        return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
@@ -198,15 +206,12 @@ NO_FILES = {"weights": ("random", "hub", "train"), "data": ("digits", "tinted")}
 
 
 def check_files(values: Mapping[str, Any]) -> None:
-    """Raise InputError if one of the options `values` is empty, or a file that does not exist."""
+    """Raise InputError if one of the options `values` is a file that does not exist."""
     for name, hint in FILES.items():
         value = values.get(name)
         for one in value if isinstance(value, tuple) else () if value is None else (value,):
             if str(one) in NO_FILES.get(name, ()) or re.match("[a-z-]{2,}:", str(one)):  # timm:NAME
                 continue
-            if not str(one):
-                place = f"--{name}" if name in NO_FILES else name
-                raise InputError(f"{place} is empty", hint="is a variable of the shell not set?")
             if not os.path.exists(Path(one).expanduser()):  # noqa: PTH110 - a name that is too long does not exist
                 own = hint.replace("NAME", str(one)) if str(one).isidentifier() else hint  # it may be a name of timm
                 raise InputError(f"{one} does not exist", hint=own)

@@ -1,8 +1,9 @@
 """Parsing of option values, shell completion, and groups of options that several commands share."""
 
+import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-# Other names of formats, precisions, devices and providers.
+# Other names of formats, precisions and devices, and of providers.
 ALIASES = {
     **{"engine": "trt", "tensorrt": "trt", "rtx": "trt-rtx", "ov": "openvino", "gpu": "cuda"},
     **{"half": "fp16", "float16": "fp16", "bfloat16": "bf16", "float32": "fp32"},
@@ -37,14 +38,14 @@ def complete_names(
     return complete
 
 
-def parse_list(convert: Callable[[str], Any], expected: str) -> Callable[[str], tuple[Any, ...] | None]:
-    """Parse a comma-separated list; None if it is empty. convert: raises ValueError for a wrong item."""
+def parse_list(convert: Callable[[str], Any], expected: str) -> Callable[[str], tuple[Any, ...]]:
+    """Parse a comma-separated list with at least one item. convert: raises ValueError for a wrong item."""
 
-    def parse(value: str) -> tuple[Any, ...] | None:
-        try:
-            return tuple(convert(word.strip()) for word in value.split(",") if word.strip()) or None
-        except (ValueError, click.BadParameter):
-            raise click.BadParameter(f"got {value!r}, expected {expected}") from None
+    def parse(value: str) -> tuple[Any, ...]:
+        with contextlib.suppress(ValueError, click.BadParameter):
+            if items := tuple(convert(word.strip()) for word in value.split(",") if word.strip()):
+                return items
+        raise click.BadParameter(f"got {value!r}, expected {expected}")
 
     return parse
 
@@ -53,13 +54,13 @@ def _capability(word: str) -> int:
     return int(word.lower().removeprefix("sm").removeprefix("_").replace(".", ""))
 
 
-def alias(metavar: str, names: Mapping[str, str] = ALIASES) -> dict[str, Any]:
-    """Arguments of an option that also accepts the other `names` of a value, in any case."""
-    return {"metavar": metavar, "type": lambda value: names.get(value.lower(), value)}
+def parse_name(value: str) -> str:
+    """A format, precision or device in lower case, by its first name."""
+    return ALIASES.get(value.lower(), value.lower())
 
 
 parse_words = parse_list(str, "names")
-parse_formats = parse_list(lambda word: ALIASES.get(word.lower(), word), "formats")
+parse_formats = parse_list(parse_name, "formats")
 parse_capabilities = parse_list(_capability, "compute capabilities, as in 80,8.9")
 parse_batches = parse_list(click.IntRange(1, MOST), "numbers from 1 to 1048576, as in 1,8,64")
 parse_shares = parse_list(
@@ -127,7 +128,9 @@ def flag(names: str, help: str, **about: Any) -> Decorator:
 METHODS = ["minmax", "percentile", "entropy", "mse"]
 # Each option is a field of ExportOptions.
 export_options = add_options(
-    option("--precision", "fp32 (default), tf32, fp16, bf16, int8, int8+bf16, fp8; or fastest.", **alias("PRECISION")),
+    option(
+        "--precision", "fp32 (default), tf32, fp16, bf16, int8, int8+bf16, fp8; or fastest.", parse_name, "PRECISION"
+    ),
     option("--opset", "ONNX operator set (default: chosen and recorded with the reason).", int),
     option("--batch", "Batch sizes of an engine (trt).", parse_batch_range, "MIN:OPT:MAX"),
     option("--sm", "Compute capabilities, as in 80,89 (trt).", parse_capabilities, "LIST"),
@@ -166,8 +169,8 @@ preprocessing_options = add_options(
 DEVICE_HELP = "cpu, cuda, cuda:1, mps (default: cuda for engines and everything measured beside them, else cpu)."
 PROVIDER_HELP = "ONNX Runtime execution provider, such as CUDAExecutionProvider, or cpu, cuda, tensorrt."
 runner_options = add_options(
-    option("--device", DEVICE_HELP, **alias("DEVICE")),
-    option("--provider", PROVIDER_HELP, **alias("NAME", PROVIDERS)),
+    option("--device", DEVICE_HELP, parse_name, "DEVICE"),
+    option("--provider", PROVIDER_HELP, lambda value: PROVIDERS.get(value.lower(), value), "NAME"),
     option("--engine-cache", "Cache directory for engines built by ONNX Runtime's TensorRT providers.", FOLDER, "DIR"),
     option("--threads", "CPU threads of one call (default: the runtime's).", click.IntRange(1, 1024)),
     flag("--trust", "Open engines without a matching sidecar. They can run any code."),
