@@ -272,3 +272,29 @@ def test_another_model_starts_without_the_arguments_of_the_recipe(file: Path) ->
     other = load_recipe(str(file), ["model.args.depth=8"], "deit_small_patch16_224")
     assert (other.model.name, other.model.args) == ("deit_small_patch16_224", {"depth": 8})
     assert replace(other, model=load_recipe(str(file)).model) == load_recipe(str(file))
+
+
+def test_a_teacher_is_used_unless_distillation_is_none(file: Path) -> None:
+    """As `teacher` of `vc.finetune` is."""
+    assert load_recipe(str(file)).finetune.distillation == "none"
+    for teacher in ("dense", "deit_small_patch16_224.fb_in1k"):
+        assert load_recipe(str(file), [f"finetune.teacher={teacher}"]).finetune.distillation == "soft"
+    for kind in ("none", "hard"):
+        assigned = [f"finetune.distillation={kind}", "finetune.teacher=dense"]
+        assert load_recipe(str(file), assigned).finetune.distillation == kind
+
+
+@pytest.mark.parametrize(
+    ("assignment", "remedy"),
+    [
+        ("data.path=mine", '"imagefolder"'),
+        ("data.train_split=train", '"imagefolder"'),
+        ("data.test_split=validation", '"imagefolder"'),
+        ("finetune.teacher_weights=mine.pth", "expected a timm name"),
+    ],
+)
+def test_files_that_a_recipe_would_not_read_are_a_problem(file: Path, assignment: str, remedy: str) -> None:
+    (problem,) = problems(file, SMALL, assignment)
+    assert problem.startswith(f"{assignment.partition('=')[0]}   has no effect: ") and remedy in problem
+    others = ["data.source=imagefolder", "finetune.teacher=deit_small_patch16_224.fb_in1k"]
+    load_recipe(str(file), [assignment, *others])

@@ -16,6 +16,7 @@ from vitcompress.io.text import format_range
 from vitcompress.io.validation import keys_hint, validate, validate_options
 from vitcompress.methods.options import OPTIONS, find_options
 from vitcompress.recipe.schema import QuantizeTable, Recipe, Step, Tables, plain_data
+from vitcompress.training.options import BUILT_IN
 
 REMOVED = object()  # the value of `key=` in an assignment: the default applies
 KINDS = {"recipe": (recipes.names, recipes.text), "study": (recipes.study_names, recipes.study_text)}
@@ -58,7 +59,9 @@ def build_recipe(source: str, data: dict[str, object], sets: Sequence[str] = ())
     """Validate `data`, the content of a recipe's TOML, after applying `sets`. Raises RecipeError with all problems."""
     data = deepcopy(data)
     problems = [problem for text in sets if (problem := assign(data, text))]
-    raw_steps = data.pop("step", [])
+    raw_steps, finetune = data.pop("step", []), data.get("finetune")
+    if isinstance(finetune, dict) and "teacher" in finetune:
+        finetune.setdefault("distillation", "soft")
     tables = validate(Tables, data, "", problems)
     steps = _steps(raw_steps, problems)
     recipe = None if tables is None else Recipe(steps=steps, **vars(tables))
@@ -126,12 +129,19 @@ def _step(data: dict[str, object], prefix: str, problems: list[str]) -> Step | N
 def _contradictions(recipe: Recipe) -> list[str]:
     """Problems between tables."""
     problems, dense, finetune = [], recipe.dense, recipe.finetune
+    places = ("path", "train_split", "test_split")
+    if recipe.data.source in BUILT_IN and (wrong := [name for name in places if getattr(recipe.data, name)]):
+        remedy = 'set it to "imagefolder" or "timm:NAME"'
+        problems.append(f"data.{wrong[0]}   has no effect: data.source is {recipe.data.source!r}, {remedy}")
     if recipe.model.weights == "train" and dense is None:
         problems.append('dense   model.weights = "train" needs a [dense] table with the training options')
     if recipe.model.weights != "train" and dense is not None:
         problems.append(f'dense   is only used with model.weights = "train", got {recipe.model.weights!r}')
     if finetune.distillation != "none" and finetune.teacher is None:
         problems.append('finetune.teacher   distillation needs a teacher: "dense", a timm name, or a run folder')
+    if finetune.teacher_weights is not None and finetune.teacher in (None, "dense"):
+        text = f"has no effect: finetune.teacher is {finetune.teacher or 'not set'}, expected a timm name"
+        problems.append(f"finetune.teacher_weights   {text}")
     if dense is not None and dense.distillation != "none":
         problems.append(f'dense.distillation   got {dense.distillation!r}, the dense model has no teacher: use "none"')
     if recipe.quantize != QuantizeTable() and not (recipe.quantize.epochs and recipe.export.eight_bits):

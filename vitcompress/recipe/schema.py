@@ -37,7 +37,11 @@ class Finetune(TrainOptions):
     """The recovery training after all steps."""
 
     teacher: Annotated[
-        str | None, Doc("`dense` (the model before pruning), a run folder, or a timm name, also NAME?num_heads=4")
+        str | None,
+        Doc(
+            "`dense` (the model before pruning), a run folder, or a timm name, also NAME?num_heads=4; with one, "
+            "distillation is `soft` by default"
+        ),
     ] = None
     teacher_weights: Annotated[str | None, Doc("a checkpoint for a timm name; None: timm's pretrained weights")] = None
 
