@@ -98,6 +98,18 @@ def test_masked_equals_sliced_on_a_model_that_lost_layers_before() -> None:
     assert_same(logits(apply_to_copy(model, replace(plan, removed={}, kept=kept)), x), masked)
 
 
+def test_masked_equals_sliced_with_a_classifier_that_reads_every_channel_twice() -> None:
+    """The average and the maximum of each, in Swin."""
+    model, x = build("swin", global_pool="catavgmax"), images("swin")
+    kept = kept_channels(model, {"residual"})
+    with mask_channels(model, family_of(model), masks(model, kept)):
+        masked = logits(model, x)
+    assert_moved(masked, logits(model, x))
+    sliced = apply_to_copy(model, contract("swin", global_pool="catavgmax").plan.delta(kept=kept))
+    assert_same(logits(sliced, x), masked)
+    assert sliced.head_hidden_size == sliced.head.fc.in_features == 2 * sliced.num_features
+
+
 STAGED = ["swin", "swin_padded", "swin_dynamic", "swin_head_dim", "pvt", "pvt_linear"]
 
 

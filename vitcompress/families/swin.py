@@ -12,7 +12,7 @@ from timm.models.swin_transformer import PatchMerging, SwinTransformer, SwinTran
 from torch import Tensor
 
 from vitcompress.families.attention import SlicedWindowAttention
-from vitcompress.families.base import Axis, StagedFamily, input_axis, is_empty, linear_axes, norm_axes
+from vitcompress.families.base import Axis, StagedFamily, is_empty, linear_axes, norm_axes
 from vitcompress.families.edited_block import Wiring, children
 
 
@@ -69,8 +69,8 @@ class SwinFamily(StagedFamily):
         if merging := _merging(model, number + 1):
             norm = (Axis(axis.tensor, 0, copies=4) for axis in norm_axes(model, f"{merging}.norm"))
             return first, [*norm, Axis(f"{merging}.reduction.weight", 1, copies=4)]
-        head = [] if is_empty(model.head.fc) else [input_axis("head.fc")]
-        return first, [*norm_axes(model, "norm"), *head]
+        pooled = Axis("head.fc.weight", 1, copies=model.head.global_pool.feat_mult())  # catavgmax: two of each channel
+        return first, [*norm_axes(model, "norm"), *([] if is_empty(model.head.fc) else [pooled])]
 
     def set_width(self, model: Any, space: str, width: int) -> None:
         number = int(space.split(".")[1])
