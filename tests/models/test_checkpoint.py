@@ -10,7 +10,18 @@ from typing import Any
 import pytest
 import timm
 import torch
-from contracts import assert_moved, build, contract, every_variant, images, kept_channels, logits, sites_of, without_act
+from contracts import (
+    assert_moved,
+    assert_same,
+    build,
+    contract,
+    every_variant,
+    images,
+    kept_channels,
+    logits,
+    sites_of,
+    without_act,
+)
 from torch import nn
 
 import vitcompress as vc
@@ -193,6 +204,18 @@ def test_a_model_of_timm_is_pruned_twice_and_saved(variant: str, tmp_path: Path)
         again = load_model(tmp_path / str(number))
         assert torch.allclose(logits(again, x), logits(pruned, x), rtol=0, atol=1e-5 * float(before.abs().max()))
         assert input_config(again) == input_config(pruned)
+    assert_moved(logits(twice, x), logits(once, x))
+
+
+def test_heads_that_narrow_and_then_merge_to_the_width_of_timms_are_saved(tmp_path: Path) -> None:
+    """Rebuilt from the composed plan, the attention is timm's own; after two steps it is a sliced one."""
+    model, x = build("plain"), images("plain")
+    halves = tuple(range(0, 16, 2))
+    kept = {"blocks.0.qk": halves, "blocks.0.v": halves}
+    once = prune(model, plan_of(model).delta(kept=kept))
+    twice = prune(once, once.plan.delta(kept=dict.fromkeys(kept, tuple(range(8))), heads={"blocks.0.attn": 2}))
+    save_model(twice, tmp_path / "saved")
+    assert_same(logits(load_model(tmp_path / "saved"), x), logits(twice, x))
     assert_moved(logits(twice, x), logits(once, x))
 
 

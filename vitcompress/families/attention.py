@@ -22,6 +22,7 @@ class AnyWidthAttention(nn.Module):
         num_heads: number of heads.
 
     WIDTHS: attributes in which timm's own attention stores its width; None if only the sliced one is used.
+    replaces: the class of timm's attention, which computes the same if later steps give it widths that it supports.
     With `padded`, q, k and v are zero-padded to one width, for kernels that support only one head width.
     """
 
@@ -35,6 +36,7 @@ class AnyWidthAttention(nn.Module):
     def __init__(self, dense: Any, qk_dim: int, v_dim: int, num_heads: int) -> None:
         super().__init__()
         self.training = dense.training  # its dropout must not act in an evaluated model
+        self.replaces: type = getattr(dense, "replaces", type(dense))
         for name in self.PARTS:
             setattr(self, name, getattr(dense, name))
         self.scale, self.padded = dense.scale, getattr(dense, "padded", False)

@@ -165,13 +165,15 @@ def plan_of(model: nn.Module) -> Plan:
 def find_difference(model: nn.Module, other: nn.Module) -> str:
     """The first module of another type or settings, or tensor of another shape, in two models; empty if none is."""
     own, others = _structure(model), _structure(other)
-    return next((name or "its class" for name in {**own, **others} if own.get(name) != others.get(name)), "")
+    return next((name or "its class" for name in {**own, **others} if own.get(name, "") != others.get(name, "")), "")
 
 
 def _structure(model: nn.Module) -> dict[str, str]:
     """Types and settings of modules, but of those that only drop values while training, and shapes of all tensors."""
     named, drops = model.named_modules(remove_duplicate=False), (nn.Identity, DropPath, PatchDropout, nn.Dropout)
-    modules = {name: "" if isinstance(m, drops) else f"{type(m)} {m.extra_repr()}" for name, m in named}
+    modules = {
+        n: "" if isinstance(m, drops) else f"{getattr(m, 'replaces', type(m))} {m.extra_repr()}" for n, m in named
+    }
     return modules | {name: str(tuple(tensor.shape)) for name, tensor in model.state_dict().items()}
 
 
