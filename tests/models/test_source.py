@@ -70,6 +70,36 @@ def test_weights_show_the_arguments_of_their_model(case: str, tmp_path: Path) ->
         assert torch.equal(create_model(arch, resolved.arch_args, path)(x), model(x))
 
 
+@pytest.mark.parametrize(
+    ("own", "options"),
+    [
+        ({"global_pool": "avgmax"}, {"gp": "avgmax"}),  # the shapes of `avg`
+        ({"img_size": [16, 32]}, {"input_size": [3, 16, 32]}),  # 8 patches and a class token, as 9 patches of 24x24
+    ],
+)
+def test_a_script_states_which_of_the_models_with_equal_shapes_it_trained(
+    own: dict, options: dict, tmp_path: Path
+) -> None:
+    path = tmp_path / "own.pth"
+    model = saved(path, args={**OWN, **own}, options=Namespace(model=VIT, model_kwargs={"num_heads": 4}, **options))
+    resolved = resolve_model(VIT, {}, path)
+    x = torch.randn(2, *input_config(model).size)
+    with torch.no_grad():
+        assert torch.equal(create_model(VIT, resolved.arch_args, path)(x), model(x))
+    assert {s.name: s.source for s in resolved.settings}["patch_size"] == "the weights"
+
+
+def test_a_recipe_may_repeat_what_a_script_states(tmp_path: Path) -> None:
+    kwargs = {"proj_bias": False, "pos_embed": "learn", "fc_norm": True, "global_pool": "max", "num_heads": 4}
+    model = saved(tmp_path / "own.pth", args={**OWN, **kwargs}, options={"model": VIT, "model_kwargs": kwargs})
+    resolved = resolve_model(VIT, {**OWN, **kwargs}, tmp_path / "own.pth")
+    x = torch.randn(2, *input_config(model).size)
+    with torch.no_grad():
+        assert torch.equal(create_model(VIT, resolved.arch_args, tmp_path / "own.pth")(x), model(x))
+    with pytest.raises(WeightsError, match=r"global_pool is max in the checkpoint's args, avg in model\.args"):
+        resolve_model(VIT, {**OWN, **kwargs, "global_pool": "avg"}, tmp_path / "own.pth")
+
+
 def test_the_number_of_heads_is_assumed_if_nothing_states_it(tmp_path: Path) -> None:
     saved(tmp_path / "a.pth", args={**OWN, "embed_dim": 48, "num_heads": 4})
     settings = {s.name: s for s in resolve_model(VIT, {}, tmp_path / "a.pth").settings}

@@ -8,6 +8,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -35,6 +36,8 @@ from vitcompress.models.preprocessing import NAMES, Preprocessing
 from vitcompress.models.weights import HUB, WeightFile, open_weights
 
 POSITIONS = re.compile("^pos_embed$|relative_position_bias_table$")
+# Arguments whose other values may give equal shapes -> what the rules then read otherwise.
+AMBIGUOUS = {"img_size": ("img_size", "no_embed_class"), "global_pool": ("global_pool",)}
 NOT_FILES = ("random", "hub", "train")
 DEFAULT = "timm's default"
 ASSUMED = f"assumed: {DEFAULT}, not visible in the weights"
@@ -162,9 +165,16 @@ def _arguments(
     base = base_of(type(default))
     seen, known = read_arguments(base, shapes), inspect.signature(base).parameters if base else {}
     stated = {name: value for name, value in file.stated.items() if name in known}
+    unsure = {name for argument in AMBIGUOUS.keys() & stated.keys() for name in AMBIGUOUS[argument]}
+    left = {name: value for name, value in seen.items() if name not in unsure}
+    with suppress(InputError):  # timm cannot build what is stated
+        like = {name: value for name, value in {**left, **stated, **own}.items() if name in known}
+        if unsure and read_arguments(base, shapes_of(create_blank(arch, like).state_dict())) == seen:
+            seen = left
     values, sources = _merge({RECIPE: own, file.stated_in: stated, WEIGHTS: seen})
-    heads = {"num_heads": own["num_heads"]} if "num_heads" in own else {}
-    have = {name: getattr(default, name, None) for name in stated} | _facts(default) | heads
+    # The shapes are compared with those of a model with the recipe's arguments, all else with these arguments.
+    direct = {name: value for name, value in own.items() if name == "num_heads" or sources[name] == file.stated_in}
+    have = {name: getattr(default, name, None) for name in stated} | _facts(default) | direct
     differing = {n: v for n, v in values.items() if sources[n] != RECIPE and not _equal(v, have.get(n))}
     (about, name), distilled = describe_shapes(shapes), "head_dist.weight" in shapes
     other = (base and about and not seen.keys() & {"depth", "depths"}) or distilled != hasattr(default, "head_dist")
