@@ -111,7 +111,6 @@ class Plan:
     def to_json(self) -> str:
         """Canonical text: equal plans give equal bytes."""
         data = {f.name: getattr(self, f.name) for f in fields(self)}
-        data["kept"] = {space: list(channels) for space, channels in self.kept.items()}
         if not self.padded:
             del data["padded"]  # the key is newer than the format: plans without it keep their hash
         return json.dumps(data, indent=1, sort_keys=True, default=dict) + "\n"
@@ -130,7 +129,6 @@ class Plan:
             raise PlanError(f"the plan is not JSON: {error}", hint=RESTORE) from None
         if problems := plan_problems(data):
             raise PlanError("the plan cannot be used:\n  " + "\n  ".join(problems), hint=RESTORE)
-        data["kept"] = {space: tuple(channels) for space, channels in data.get("kept", {}).items()}
         data |= {key: tuple(data.get(key, ())) for key in LISTS}
         return cls(**data)
 

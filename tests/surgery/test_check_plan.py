@@ -8,6 +8,7 @@ from contracts import build, contract, images, logits
 from layer_plans import depth_plan
 
 from vitcompress.errors import InputError, PlanError
+from vitcompress.families import family_of
 from vitcompress.surgery import apply_plan
 
 WRONG = {
@@ -74,6 +75,30 @@ def test_a_plan_that_contradicts_the_model_or_itself(fields: dict, message: str)
     assert message in caught.value.message
     assert caught.value.hint
     assert torch.equal(logits(model, x), before), "nothing is edited"
+
+
+HALVES = tuple(head * 4 + channel for head in range(4) for channel in (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("variant", "kept", "heads", "message"),
+    [
+        ("dinov3", HALVES, 4, "whole heads only"),
+        ("dinov3", (1, 0, *range(2, 16)), 4, "whole heads only"),
+        ("dinov3", tuple(range(8)), 1, "whole heads only"),
+        ("dinov3", HALVES, 2, "whole heads only"),
+        ("beit", HALVES, 2, "cannot consist of channels of several"),
+        ("swin", (0, 4, 1, 5), 2, "cannot consist of channels of several"),
+    ],
+)
+def test_heads_with_positions_of_their_own_are_not_formed_from_others(
+    variant: str, kept: tuple[int, ...], heads: int, message: str
+) -> None:
+    model = build(variant)
+    qk, v = (next(s for s in family_of(model).spaces(model) if s.kind == kind) for kind in ("qk", "v"))
+    plan = contract(variant).plan.delta(kept={qk.name: kept, v.name: kept}, heads={qk.attention: heads})
+    with pytest.raises(PlanError, match=f"kept.{qk.name}: .*{message}"):
+        apply_plan(model, plan)
 
 
 def test_all_contradictions_are_reported_at_once() -> None:

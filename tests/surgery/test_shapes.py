@@ -24,6 +24,11 @@ def narrow(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(range(space.size // 2)) for name, space in spaces_of(model).items()}
 
 
+def half_heads(model: nn.Module) -> dict[str, int]:
+    """Half of the heads of every attention, as `narrow` keeps."""
+    return {space.attention: space.heads // 2 for space in spaces_of(model).values() if space.attention}
+
+
 def depth(model: nn.Module, base: Plan, bypass: str = "drop") -> Plan:
     """One attention fewer, and where activations can go one of those."""
     acts = [] if family_of(model).not_foldable else [1]
@@ -53,8 +58,7 @@ def test_depth(variant: str, bypass: str) -> None:
 def test_width(variant: str) -> None:
     base = contract(variant).plan
     dense = outline(base)
-    heads = {space.attention: space.heads // 2 for space in spaces_of(dense).values() if space.attention}
-    plan = replace(base, kept=narrow(dense), heads=heads)
+    plan = replace(base, kept=narrow(dense), heads=half_heads(dense))
     check = shape_check(planned_tensors(dense, plan), surgery.apply_to_copy(dense, plan))
     assert check.verdict == "passed", check.detail
     rows = {row.name: row for row in planned_tensors(dense, plan)}
@@ -67,7 +71,7 @@ def test_both(variant: str) -> None:
     dense = outline(base)
     plan = depth(dense, base)
     left = surgery.apply_to_copy(dense, plan)
-    plan = folded(dense, replace(plan, kept=narrow(left)))
+    plan = folded(dense, replace(plan, kept=narrow(left), heads=half_heads(left)))
     check = shape_check(planned_tensors(dense, plan), surgery.apply_to_copy(dense, plan))
     assert check.verdict == "passed", check.detail
 

@@ -9,7 +9,7 @@ from vitcompress.errors import PlanError, UnsupportedModelError, did_you_mean
 from vitcompress.families import Family, Site, Space
 from vitcompress.families.base import norm_problem
 from vitcompress.families.edited_block import SITE_PARTS
-from vitcompress.plan import ACTIVATION_REPLACEMENTS, BYPASSES, GATE_REPLACEMENTS, Plan, is_within, plan_problems
+from vitcompress.plan import ACTIVATION_REPLACEMENTS, BYPASSES, GATE_REPLACEMENTS, Plan, enclosing_module, plan_problems
 
 ALLOWED = {"attention": BYPASSES, "activation": ACTIVATION_REPLACEMENTS, "ffn": ("drop",), "block": ("drop",)}
 
@@ -59,7 +59,7 @@ def _site_problems(sites: dict[str, Site], plan: Plan) -> Iterator[str]:
             yield f"removed.{name}: the model has no such attention, activation, FFN or block{close}"
         elif replacement not in (allowed := GATE_REPLACEMENTS if sites[name].gates else ALLOWED[sites[name].kind]):
             yield f"removed.{name}: {sites[name].kind} allows {', '.join(allowed)}, got {replacement!r}"
-        elif outer := _removed_around(name, plan):
+        elif outer := enclosing_module(name.rpartition(".")[0], plan.removed):
             yield f"removed.{name}: it is inside {outer}, which is removed, too"
     for name in plan.appended:
         if name not in sites or sites[name].kind != "block":
@@ -74,7 +74,7 @@ def _kept_problems(spaces: dict[str, Space], plan: Plan) -> Iterator[str]:
             yield f"kept.{name}: the model has no such space{did_you_mean(name, spaces)}"
         elif max(kept) >= spaces[name].size:
             yield f"kept.{name}: expected one or more distinct channels in 0..{spaces[name].size - 1}"
-        elif outer := _removed_around(name, plan):
+        elif outer := enclosing_module(name.rpartition(".")[0], plan.removed):
             yield f"kept.{name}: it is inside {outer}, which is removed"
 
 
@@ -84,7 +84,7 @@ def _attention_problems(spaces: dict[str, Space], plan: Plan) -> Iterator[str]:
     for key, name in (*(("heads", name) for name in plan.heads), *(("padded", name) for name in plan.padded)):
         if name not in attentions:
             yield f"{key}.{name}: the model has no such attention"
-        elif is_within(name, plan.removed):
+        elif enclosing_module(name, plan.removed):
             yield f"{key}.{name}: the attention is removed"
         elif key == "heads" and name not in sliced:
             yield f"heads.{name}: got {plan.heads[name]}, but neither its q/k nor its v channels are in kept"
@@ -92,6 +92,19 @@ def _attention_problems(spaces: dict[str, Space], plan: Plan) -> Iterator[str]:
         width = len(plan.kept.get(space.name, range(space.size)))
         if width % (heads := plan.heads.get(space.attention, space.heads)):
             yield f"kept.{space.name}: {width} channels do not divide into {heads} heads"
+        elif space.name in plan.kept and (problem := _head_problem(space, plan.kept[space.name], width // heads)):
+            yield f"kept.{space.name}: {problem}"
+
+
+def _head_problem(space: Space, kept: tuple[int, ...], width: int) -> str:
+    """Why heads with positions of their own do not allow these heads of `width` channels; empty if they do."""
+    full = space.size // space.heads
+    heads = dict.fromkeys(c // full for c in kept)
+    if space.whole_heads and (width != full or kept != tuple(h * full + c for h in heads for c in range(full))):
+        return "a rotary embedding allows to remove whole heads only, with all other channels in their order"
+    mixed = [c // full for c in kept] != [head for head in heads for _ in range(width)]
+    tables = any(axis.per_head for axis in space.axes)
+    return "a head with its own table of positions cannot consist of channels of several" if mixed and tables else ""
 
 
 def _fold_problems(model: nn.Module, family: Family, sites: dict[str, Site], plan: Plan) -> Iterator[str]:
@@ -103,12 +116,7 @@ def _fold_problems(model: nn.Module, family: Family, sites: dict[str, Site], pla
         active = [act for act in inside if act not in plan.removed]
         if not is_ffn and name not in scales:
             yield f"folded.{name}: the model has no such FFN of two linear layers, and no such LayerScale"
-        elif is_within(name, plan.removed):
+        elif enclosing_module(name, plan.removed):
             yield f"folded.{name}: it is removed"
         elif active:
             yield f"folded.{name}: its activation {active[0]} is not removed, so it is not linear"
-
-
-def _removed_around(name: str, plan: Plan) -> str | None:
-    """The removed module that contains `name`, other than `name` itself."""
-    return next((outer for outer in plan.removed if name.startswith(f"{outer}.")), None)
