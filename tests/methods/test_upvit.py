@@ -105,6 +105,18 @@ def test_measurements_are_reported_in_forward_order(tmp_path: Path) -> None:
     assert [row[1].split(" (")[0] for row in rounds.rows] == [f"block blocks.{n}" for n in (0, 2, 10)]
 
 
+def test_an_attention_pool_is_reported_as_the_attentions_of_blocks_are(tmp_path: Path) -> None:
+    write_json(tmp_path / "kept.json", {"blocks.0.qk": [1], "blocks.0.v": [1], "attn_pool.qk": [1], "attn_pool.v": [1]})
+    for name in ("blocks.0.attn", "attn_pool"):
+        write_json(tmp_path / f"scores-{name}.json", [1.0, 3.0])
+    report = upvit.report(tmp_path)
+    assert {row[0]: row[2:] for row in report.tables[0].rows} == dict.fromkeys(
+        ("blocks.0.attn", "attn_pool"), ("1", "4", "75.0 %")
+    )
+    (chart,) = report.charts
+    assert "attention" in chart.title and len(chart.lines) == 2
+
+
 def test_the_result_is_a_standard_timm_model(tmp_path: Path) -> None:
     dense = model(depth=4)
     options = upvit.Options(target_args=SMALL, images=24)

@@ -10,7 +10,7 @@ from vitcompress.methods.base import Chart, Line, StepReport, ranked, read_memo
 from vitcompress.methods.upvit.ranking import least_first, too_few_images
 
 AXIS = "KL, nats, summed over images"
-KINDS = {"attn": "attention", "mlp": "FFN", "sr": "reduction"}
+KINDS = {"attn": "attention", "attn_pool": "attention", "mlp": "FFN", "sr": "reduction"}
 ROUNDS: Columns = {
     "round": itemgetter(0),
     "removed (KL)": lambda row: _format_way(row[1], 0),
@@ -66,7 +66,7 @@ def _scored(folder: Path) -> list[Scored]:
     # Block numbers are compared as numbers, not as text.
     place = {n: [(int(part), "") if part.isdigit() else (0, part) for part in n.split(".")] for n in scores}
     return [
-        (name, scores[name], kept.get(name) or kept.get(f"{name.removesuffix('attn')}qk") or [])
+        (name, scores[name], kept.get(name) or kept.get(f"{name.removesuffix('.attn')}.qk") or [])
         for name in sorted(scores, key=place.__getitem__)
     ]
 
