@@ -21,7 +21,7 @@ CHANNELS: Columns = {
     "component": itemgetter(0),
     "channels": lambda scored: len(scored[1]),
     "kept": lambda scored: len(scored[2]),
-    "sum of KL": lambda scored: f"{sum(scored[1]) or 1.0:.4g}",
+    "sum of KL": lambda scored: f"{sum(scored[1]):.4g}",
     "share of it that is kept": lambda scored: (
         f"{100 * sum(scored[1][c] for c in scored[2]) / (sum(scored[1]) or 1.0):.1f} %"
     ),
