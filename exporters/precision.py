@@ -10,7 +10,7 @@ In attentions that compute their scores themselves (Swin), only the softmax is i
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -160,8 +160,7 @@ class Float32Io(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: images, (batch, channels, height, width) -> logits, (batch, classes)."""
-        out: Tensor = _to_fp32(self.model(x.to(self.kind.dtype)))
-        return out
+        return cast(Tensor, _to_fp32(self.model(x.to(self.kind.dtype))))
 
 
 class WideSoftmax(nn.Module):
@@ -174,8 +173,7 @@ class WideSoftmax(nn.Module):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Inputs and outputs are those of the attention."""
         with _WideCores():
-            out: Tensor = self.attention(x, *args, **kwargs)
-        return out
+            return cast(Tensor, self.attention(x, *args, **kwargs))
 
 
 class _WideCores(TorchFunctionMode):

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -67,8 +67,7 @@ class TorchRunner(Runner):
     @torch.inference_mode()
     def _forward(self, images: Tensor) -> Tensor:
         with self._apply_settings():
-            out: Tensor = self._call(images)
-        return out
+            return cast(Tensor, self._call(images))
 
     def _bind(self, images: Tensor) -> BoundCall:
         resident = images.to(self._device, self._type)
@@ -141,8 +140,7 @@ def _compile(model: nn.Module, settings: ExitStack) -> Callable[..., Any]:
     patch: Any = config.patch
     limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), COMPILED_VERSIONS)
     settings.enter_context(patch(**limits, fail_on_recompile_limit_hit=True))
-    compiled: Callable[..., Any] = torch.compile(model, dynamic=False)
-    return compiled
+    return torch.compile(model, dynamic=False)
 
 
 def _check_options(options: RunnerOptions, device: torch.device, precision: str) -> None:

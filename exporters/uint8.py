@@ -10,6 +10,7 @@ pads (PVTv2) adds zeros to normalized images, which no byte represents: there th
 """
 
 from copy import deepcopy
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -84,8 +85,7 @@ class ByteInput(nn.Module):
             images = images * self.factor - self.offset
         elif self.scale != 1:
             images = images / self.scale
-        out: Tensor = self.model(images)
-        return out
+        return cast(Tensor, self.model(images))
 
 
 def to_bytes(images: Tensor, input: InputConfig) -> Tensor:

@@ -44,8 +44,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
 
 def tensor_bytes(tensor: Tensor) -> bytes:
     """The values of a tensor in C order."""
-    data: bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return data
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def tensors_digest(tensors: Iterable[Tensor], settings: str = "") -> str:

@@ -4,7 +4,7 @@ import json
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
@@ -47,8 +47,7 @@ def Matching(pattern: str) -> Any:
 def create_table(**types: Any) -> type[BaseModel]:
     """A table whose keys have these `types`."""
     fields: Any = {name: (kind, None) for name, kind in types.items()}
-    table: type[BaseModel] = create_model("Table", __config__=STRICT, **fields)
-    return table
+    return cast(type[BaseModel], create_model("Table", __config__=STRICT, **fields))
 
 
 def validate(kind: type[Table], data: Mapping[str, object], prefix: str, problems: list[str]) -> Table | None:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -111,8 +111,7 @@ def quantization_limit(model: nn.Module, images: Tensor, settings: Quantization)
 
     def perturbed(x: Tensor) -> Tensor:
         with EightBitProducts(model, settings, generator):
-            out: Tensor = functional_call(model, stored, (x,))
-        return out
+            return cast(Tensor, functional_call(model, stored, (x,)))
 
     return _limit(model, images, perturbed, 1.0)
 
@@ -133,8 +132,7 @@ def storage_limit(model: nn.Module, roundings: Mapping[str, int], images: Tensor
             for name, times in roundings.items()
             for key, value in wide.get_submodule(name).named_parameters(recurse=False)
         }
-        out: Tensor = functional_call(wide, changed, (x,))
-        return out
+        return cast(Tensor, functional_call(wide, changed, (x,)))
 
     # These errors may be far smaller than the logits, for example beside a large bias: float32 would hide them.
     with in_float64(model) as wide:
@@ -234,8 +232,7 @@ def _arithmetic_limit(model: nn.Module, images: Tensor, roundoff: float = 0.0) -
         rounding = _Rounding(drawn, sums, generator)
         changed = {name: rounding.rounded(value) for name, value in parameters.items()}
         with rounding:
-            out: Tensor = functional_call(wide, changed, (rounding.rounded(x),))
-        return out
+            return cast(Tensor, functional_call(wide, changed, (rounding.rounded(x),)))
 
     with sdpa_kernel(SDPBackend.MATH):  # as separate operations
         return _limit(wide, images, perturbed, each / drawn)
@@ -300,5 +297,4 @@ def _variance_of_sums(kind: Any, args: Any, out: Tensor) -> Tensor:
         a, b = args[-2:]
         n, total = a.shape[-1], out if len(args) == 2 else out - args[0]
         squares = a.square() @ b.square()
-    variance: Tensor = squares.mul_(1 / 3 + (n + 1) / 18).addcmul_(total, total, value=(n + 1) / 9)
-    return variance
+    return cast(Tensor, squares.mul_(1 / 3 + (n + 1) / 18).addcmul_(total, total, value=(n + 1) / 9))

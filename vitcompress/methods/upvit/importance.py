@@ -12,7 +12,7 @@ classifier reads are computed. Logarithms are taken in float64, and rounding bel
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -58,8 +58,7 @@ def divergence(logits: Tensor, changed: Tensor) -> Tensor:
     """
     log_q = torch.log_softmax(logits.double(), dim=-1)
     log_p = torch.log_softmax(changed.double(), dim=-1).reshape(-1, *logits.shape)
-    kl: Tensor = (log_q.exp() * (log_q - log_p)).sum(dim=(1, 2)).clamp(min=0.0)
-    return kl
+    return (log_q.exp() * (log_q - log_p)).sum(dim=(1, 2)).clamp(min=0.0)
 
 
 class _Replay(nn.Module):
@@ -166,11 +165,10 @@ class Importance:
         try:
             for path, module in replacements.items():
                 replace_module(self.model, path, module)
-            logits: Tensor = self.model(images.repeat(groups, 1, 1, 1))
+            return cast(Tensor, self.model(images.repeat(groups, 1, 1, 1)))
         finally:
             for path, module in before.items():
                 replace_module(self.model, path, module)
-        return logits
 
     def _last_linear(self, component: Component) -> str | None:
         """The linear layer that reads an FFN's hidden channels, if it is the last operation of its block."""

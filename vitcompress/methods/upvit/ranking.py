@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -149,8 +149,7 @@ class Ranker:
 
     def _sum(self, scores: Tensor) -> list[float]:
         """The sum over all processes."""
-        total: list[float] = self.context.runtime.all_sum(scores).tolist()
-        return total
+        return cast(list[float], self.context.runtime.all_sum(scores).tolist())
 
     def _score_unmeasured(self, cut: Sequence[Component]) -> Scores:
         """Component -> the magnitude of each channel's weights (Table D7: l1), or random scores."""
