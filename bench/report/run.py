@@ -9,16 +9,7 @@ from typing import Any, cast
 from pydantic import TypeAdapter, ValidationError
 
 from vitcompress.bench.plots import structure
-from vitcompress.bench.report import records
-from vitcompress.bench.report.files import (
-    artifact_table,
-    describe_bytes,
-    format_accuracy,
-    is_dense,
-    list_warnings,
-    pairs,
-    weight_table,
-)
+from vitcompress.bench.report import files, records
 from vitcompress.bench.report.loss import describe_difference, paired_tests
 from vitcompress.bench.report.snippet import TEMPLATES, snippet
 from vitcompress.errors import ArtifactError
@@ -106,18 +97,18 @@ def summary_table(report: records.Report) -> Table:
     """Accuracy, size and speed before and after, and the checks."""
     rows: list[Row] = list(_accuracy_rows(report))
     for artifact in report.get("artifacts") or ():
-        if (accuracy := artifact["accuracy"]) and not is_dense(artifact["file"]):
-            rows.append((f"accuracy of {artifact['file']}", "", format_accuracy(accuracy), ""))
+        if (accuracy := artifact["accuracy"]) and not files.is_dense(artifact["file"]):
+            rows.append((f"accuracy of {artifact['file']}", "", files.format_accuracy(accuracy), ""))
     dense, compressed = report["cost"]["dense"], report["cost"]["compressed"]
     rows.append(_count_row("parameters", dense["params"], compressed["params"]))
     rows.append(_count_row("MACs per image", dense["macs"], compressed["macs"]))
     entries = report.get("bench") or ()
     rows += [row for entry in entries for row in _speed_rows(entry)]
     rows += [] if entries else [(name, NOT_MEASURED, NOT_MEASURED, "") for name in ("latency", "throughput")]
-    files = report.get("files") or {}
-    for name, after in files.items():
+    sizes = report.get("files") or {}
+    for name, after in sizes.items():
         kind = name.removeprefix("model")
-        if kind != name and (before := files.get(f"{DENSE}{kind}")):
+        if kind != name and (before := sizes.get(f"{DENSE}{kind}")):
             kind = kind.lstrip(".-")
             rows.append(_count_row(f"file size ({FILES.get(kind, kind)})", before, after, "B"))
     if verify := report.get("verify"):
@@ -139,15 +130,15 @@ def _accuracy_rows(report: records.Report) -> Iterator[Row]:
     points = {name: describe_difference(test) for name, test in paired_tests(report)}
     more = f"{epochs} more epoch{'s' * (epochs != 1)}"
     longer = "" if epochs is None or "control" in accuracy else f" (compressed: {more} of training)"
-    after, change = format_accuracy(accuracy["compressed"]), points.get("the dense model", "")
-    yield f"accuracy, test images{longer}", format_accuracy(accuracy["dense"]), after, change
+    after, change = files.format_accuracy(accuracy["compressed"]), points.get("the dense model", "")
+    yield f"accuracy, test images{longer}", files.format_accuracy(accuracy["dense"]), after, change
     if control := accuracy.get("control"):
-        yield f"accuracy, before: control (dense, {more})", format_accuracy(control), after, points["the control"]
+        yield f"accuracy, before: control (dense, {more})", files.format_accuracy(control), after, points["the control"]
 
 
 def _speed_rows(entry: records.BenchRecord) -> Iterator[Row]:
     """Latency and throughput of each pair of a dense and a compressed artifact that were interleaved, and one ratio."""
-    for dense, compressed, ratio in pairs(entry):
+    for dense, compressed, ratio in files.pairs(entry):
         where = f"{dense['runtime']} {dense['device']} {_format_precision(dense)}, batch {dense['batch']}"
         times = [row["latency_ms"]["p50"] for row in (dense, compressed)]
         rates = [row["images_per_second"] for row in (dense, compressed)]
@@ -233,11 +224,11 @@ def markdown(report: records.Report) -> str:
     if entries := report.get("bench"):
         parts += ["## Speed", bench_table(entries).markdown(), *_conditions(entries)]
     if artifacts := report.get("artifacts"):
-        parts += ["## Exported files", artifact_table(artifacts).markdown()]
+        parts += ["## Exported files", files.artifact_table(artifacts).markdown()]
     if verify := report.get("verify"):
         parts += ["## Checks", check_table(verify["checks"]).markdown()]
         if weights := verify.get("weights"):
-            parts += ["## Weights", weight_table(weights).markdown(), _bullets(describe_bytes(weights))]
+            parts += ["## Weights", files.weight_table(weights).markdown(), _bullets(files.describe_bytes(weights))]
     for table in report.get("tables") or ():
         parts += [f"## {escape_markdown(table['title'])}", _table(table)]
     if published := report.get("published"):
@@ -249,7 +240,7 @@ def markdown(report: records.Report) -> str:
     described = "input" in model and model["input"]["crop_mode"] != "border"  # the lines do not pad images
     if usable := [entry for entry in artifacts or () if described and entry.get("format", "onnx") in TEMPLATES]:
         parts.append("## Use it without vitcompress")
-        for entry in sorted(usable, key=lambda entry: is_dense(entry["file"])):
+        for entry in sorted(usable, key=lambda entry: files.is_dense(entry["file"])):
             parts += [f"### {escape_markdown(entry['file'])}", f"```python\n{snippet(model['input'], entry)}```"]
     if classes := model.get("classes"):
         unnamed = list(classes) == [str(number) for number in range(len(classes))]
@@ -276,7 +267,7 @@ def _removed(report: records.Report) -> list[str]:
     chosen = {"Chosen on": searched, "How it was chosen": layers, "Teacher during recovery": teacher}
     sentences = [f"{label}: {value}." for label, value in chosen.items() if value]
     if start := report.get("before_recovery"):
-        pruned, dense = format_accuracy(start["pruned"]), format_accuracy(start["dense"])
+        pruned, dense = files.format_accuracy(start["pruned"]), files.format_accuracy(start["dense"])
         sentences.append(f"Directly after pruning, on held-out images: {pruned}; dense: {dense}.")
     return [
         "## What was removed",
@@ -294,7 +285,7 @@ def _conditions(entries: Sequence[records.BenchRecord]) -> list[str]:
     tf32 = [f"{e['rows'][0]['runtime']}: TF32 {'on' if e['rows'][0]['tf32'] else 'off'}" for e in entries]
     about = "; ".join(dict.fromkeys(tf32))
     settings = f"Measured on {hardware}; {versions}. Artifacts are interleaved; input: {row['input']}. {about}."
-    return [escape_markdown(settings), "\n".join(map(escape_markdown, list_warnings(entries)))]
+    return [escape_markdown(settings), "\n".join(map(escape_markdown, files.list_warnings(entries)))]
 
 
 def _published_lines(published: records.Stored[Published], cost: records.Stored[Cost]) -> Iterator[str]:

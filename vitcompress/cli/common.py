@@ -261,11 +261,6 @@ def print_result(data: Any, draw: Callable[[Any], None], failure: str | None = N
     return report_failure(failure) if failure else 0
 
 
-def print_dry_run(plan: Any, draw: Callable[[Any], None], failure: str | None = None) -> int:
-    """Print the result of a dry run. Returns the exit code of a run: 2 if something is missing."""
-    return print_result(plan, draw, failure) or (InputError.exit_code if plan.missing else 0)
-
-
 def note_without_manifest(artifacts: Iterable[str | Path], progress: Progress) -> None:
     """Name the finished run folders without a manifest, as earlier versions wrote them."""
     folders = [files for files in map(RunFolder, map(Path, artifacts)) if files.report.is_file()]

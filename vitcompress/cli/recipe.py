@@ -1,6 +1,7 @@
 """Run a recipe or a study; list and explain recipes."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +9,7 @@ import click
 
 from vitcompress import recipes as shipped
 from vitcompress.cli import options as opt
-from vitcompress.cli.common import (
-    check_files,
-    common_options,
-    print_dry_run,
-    print_result,
-    report_failure,
-    show_progress,
-)
+from vitcompress.cli.common import check_files, common_options, print_result, report_failure, show_progress
 from vitcompress.errors import InputError, OutputError
 from vitcompress.io.run_folder import RunFolder
 
@@ -95,7 +89,7 @@ def recipe(
             check_files(options)
             raise
     if plan is not None:
-        return print_dry_run(plan, tables.print_dry_run, plan.failed)
+        return _print_dry_run(plan, tables.print_dry_run, plan.failed)
 
     def draw(_: object) -> None:
         terminal.print_table(summary_table(result.report))
@@ -115,6 +109,11 @@ def recipe(
             return report_failure(f"not run here: {names}", f"run on the target: {commands}")
         terminal.print_line(f"warning: not run here: {names}; on the target: {commands}")
     return 0
+
+
+def _print_dry_run(plan: Any, draw: Callable[[Any], None], failure: str | None = None) -> int:
+    """Print the result of a dry run. Returns the exit code of a run: 2 if something is missing."""
+    return print_result(plan, draw, failure) or (InputError.exit_code if plan.missing else 0)
 
 
 @click.group("recipes", invoke_without_command=True)
@@ -236,7 +235,7 @@ def study(
         if plan is None:
             result = run_study(loaded, settings, progress)
     if plan is not None:
-        return print_dry_run(plan, tables.print_study_dry_run)
+        return _print_dry_run(plan, tables.print_study_dry_run)
 
     def draw(_: object) -> None:
         terminal.print_table(row_table(result))

@@ -21,17 +21,8 @@ from torch import nn
 from vitcompress.errors import InputError, WeightsError
 from vitcompress.io.files import decode_json_values, read_json, read_text
 from vitcompress.io.text import describe_value
+from vitcompress.models import create
 from vitcompress.models.arguments import Shapes, base_of, describe_shapes, read_arguments, shapes_of
-from vitcompress.models.create import (
-    LABELS,
-    OVERLAY,
-    check_arguments,
-    check_classifier,
-    create_model,
-    create_on_meta,
-    input_config,
-    with_class_names,
-)
 from vitcompress.models.preprocessing import NAMES, Preprocessing
 from vitcompress.models.weights import HUB, WeightFile, open_weights
 
@@ -104,16 +95,16 @@ def resolve_model(
     file = WeightFile() if str(weights) in NOT_FILES else open_weights(weights)
     if not (arch := arch or str(file.stated.get("model", ""))) and str(weights) not in NOT_FILES:
         raise InputError(f"{weights} does not name a timm architecture", hint=f"use --model NAME --weights {weights}")
-    check_arguments(arch, args)
-    own = {name: value for name, value in args.items() if name != OVERLAY}
+    create.check_arguments(arch, args)
+    own = {name: value for name, value in args.items() if name != create.OVERLAY}
     chosen, sources = _arguments(arch, own, file, weights)
     if classes:
         chosen["num_classes"], sources["num_classes"] = classes, "the data"
-    overlay: dict[str, Any] = dict(args.get(OVERLAY) or {})  # type: ignore[call-overload]
+    overlay: dict[str, Any] = dict(args.get(create.OVERLAY) or {})  # type: ignore[call-overload]
     try:
-        blank = create_blank(arch, {**chosen, OVERLAY: overlay} if overlay else chosen)
+        blank = create_blank(arch, {**chosen, create.OVERLAY: overlay} if overlay else chosen)
         if sources.get("num_heads") == ASSUMED and int(getattr(blank, "num_classes", 0)):
-            check_classifier(arch, chosen, blank)  # timm builds Eva with any number of heads
+            create.check_classifier(arch, chosen, blank)  # timm builds Eva with any number of heads
     except InputError as error:
         if sources.get("num_heads") != ASSUMED:
             raise
@@ -122,7 +113,7 @@ def resolve_model(
     requested = bool(own.keys() & {"img_size", "window_size"})
     hub = create_blank(arch, {}).state_dict() if str(weights) == "hub" else {}
     resampled = _resampled(shapes_of(file.tensors or hub), shapes_of(blank.state_dict()), requested, weights)
-    about, count = input_config(blank), int(getattr(blank, "num_classes", 0))
+    about, count = create.input_config(blank), int(getattr(blank, "num_classes", 0))
     default = {name: getattr(about, name) for name in NAMES}
     changes = (preprocessing or Preprocessing()).changes_for(about.size[0], arch)
     # A training script that names another model uses the defaults of that model.
@@ -141,7 +132,7 @@ def resolve_model(
         Setting(name, value, sources.get(name, DEFAULT).replace(DEFAULT, f"{DEFAULT} for {arch}"))
         for name, value in {"model": arch, **_facts(blank), **values}.items()
     )
-    complete = with_class_names({**chosen, OVERLAY: overlay}, names or overlay.get(LABELS, ()))
+    complete = create.with_class_names({**chosen, create.OVERLAY: overlay}, names or overlay.get(create.LABELS, ()))
     return ResolvedModel(arch, complete, file.weights or str(weights), settings, names, resampled, file.part)
 
 
@@ -209,7 +200,8 @@ def _facts(blank: nn.Module) -> dict[str, object]:
         for stage in getattr(blank, "layers", None) or getattr(blank, "stages", None) or [blank]
     ]
     shown = read_arguments(base_of(type(blank)), shapes_of(blank.state_dict()))
-    return {"num_heads": heads if len(heads) > 1 else heads[0], **shown, "img_size": input_config(blank).size[-1]}
+    width = create.input_config(blank).size[-1]
+    return {"num_heads": heads if len(heads) > 1 else heads[0], **shown, "img_size": width}
 
 
 def _plain(value: Any) -> Any:
@@ -243,12 +235,11 @@ def create_named(text: str, weights: str | Path = "random", classes: int | None 
     classes: number of classes; None: that of the weights. Raises as `resolve_model` and `create_model`.
     """
     name, _, query = text.partition("?")
-    resolved = resolve_model(
-        name, decode_json_values(dict(parse_qsl(query, keep_blank_values=True))), weights, classes=classes
-    )
+    args = decode_json_values(dict(parse_qsl(query, keep_blank_values=True)))
+    resolved = resolve_model(name, args, weights, classes=classes)
     if getattr(blank := create_blank(resolved.arch, resolved.arch_args), "num_classes", 0):
-        check_classifier(resolved.arch, resolved.arch_args, blank)
-    return create_model(resolved.arch, resolved.arch_args, resolved.weights)
+        create.check_classifier(resolved.arch, resolved.arch_args, blank)
+    return create.create_model(resolved.arch, resolved.arch_args, resolved.weights)
 
 
 def create_blank(arch: str, args: Mapping[str, object]) -> nn.Module:
@@ -258,4 +249,4 @@ def create_blank(arch: str, args: Mapping[str, object]) -> nn.Module:
 
 @lru_cache(maxsize=8)  # lists of recipes and the rows of a study use few architectures
 def _blank(arch: str, args: str) -> nn.Module:
-    return create_on_meta(arch, json.loads(args))
+    return create.create_on_meta(arch, json.loads(args))
