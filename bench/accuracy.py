@@ -17,7 +17,7 @@ from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, open_runner
 from vitcompress.exporters.sidecar import read_classes
 from vitcompress.exporters.torch_runner import TIMM
-from vitcompress.io.progress import Progress
+from vitcompress.io.progress import SILENT, Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.create import InputConfig
 from vitcompress.models.preprocessing import Preprocessing
@@ -78,15 +78,13 @@ class Evaluation(TypedDict):
     mcnemar: list[ComparisonTest]
 
 
-def run(
-    artifacts: Sequence[str], options: EvaluateOptions | None = None, progress: Progress | None = None
-) -> Evaluation:
+def run(artifacts: Sequence[str], options: EvaluateOptions | None = None, progress: Progress = SILENT) -> Evaluation:
     """Accuracy of files, run folders and `timm:NAME`s on one test set; later ones are compared with the first.
 
     Raises ArtifactError or DeviceError if an artifact cannot run, or has another number of classes than the data,
     DataError for images that are missing or unusable, and InputError if no data is named, and no run folder records it.
     """
-    options, progress = options or EvaluateOptions(), progress or Progress()
+    options = options or EvaluateOptions()
     extra = read_benchmarks(options.bench) if options.bench else []
     for artifact in artifacts:
         if not artifact.startswith(TIMM) and not Path(artifact).exists():

@@ -16,7 +16,7 @@ from vitcompress.bench.report import records
 from vitcompress.bench.report.run import bench_table
 from vitcompress.errors import InputError, VitcompressError, first_line
 from vitcompress.exporters.runtimes import Runner, RunnerOptions
-from vitcompress.io.progress import Progress
+from vitcompress.io.progress import SILENT, Progress
 from vitcompress.io.text import describe_ratio, shorten_names
 
 FORMAT = 1
@@ -92,7 +92,7 @@ def run(
     artifacts: Sequence[str | Path],
     options: BenchOptions | None = None,
     *,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
     **settings: Any,
 ) -> Bench:
     """Measure files, run folders, `timm:NAME` and `timm-onnx:NAME` interleaved; the first is the base of all ratios.
@@ -118,7 +118,7 @@ def run(
         bench = compare([*runners], options, progress)
     if not options.memory:
         return bench
-    (progress or Progress()).stage("Measure the memory of each artifact")
+    progress.stage("Measure the memory of each artifact")
     rows, opened = list(bench.rows), [*runners.values()] * len(protocols)
     for number, (row, (artifact, variant)) in enumerate(zip(bench.rows, opened, strict=True)):
         if row["device"].startswith("cpu"):
@@ -127,7 +127,7 @@ def run(
     return replace(bench, rows=tuple(rows))
 
 
-def compare(runners: Sequence[Runner], options: BenchOptions, progress: Progress | None = None) -> Bench:
+def compare(runners: Sequence[Runner], options: BenchOptions, progress: Progress = SILENT) -> Bench:
     """`run` for runners that are already open; they stay open."""
     rows, ratios, conditions = list[records.BenchRow](), list[records.RatioRecord](), list[records.Conditions]()
     disturbed, unfair, noisy, notes = list[str](), list[str](), list[str](), list[str]()

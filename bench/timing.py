@@ -16,7 +16,7 @@ import numpy as np
 
 from vitcompress.bench.report.records import LatencyRecord, RatioRecord, SpeedVerdict
 from vitcompress.errors import InputError, did_you_mean
-from vitcompress.io.progress import Progress
+from vitcompress.io.progress import SILENT, Progress
 
 ROUNDS = 20  # blocks per target; the interval of a ratio is computed from them
 WINDOW = 10  # runs per window of the warm-up
@@ -147,7 +147,7 @@ class Samples:
 def measure(
     targets: Sequence[Target],
     protocol: Protocol,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
     joules: Callable[[], float] | None = None,
 ) -> list[Samples]:
     """Time all targets in alternating blocks; one Samples per target, all with the same number of blocks.
@@ -155,7 +155,6 @@ def measure(
     Each block begins with one untimed run, because the previous target has left its own data in the caches. joules:
     reads an energy counter.
     """
-    progress = progress or Progress()
     results = [Samples(t.name, protocol.batch, "cuda events" if t.timed else "wall") for t in targets]
     for target, samples in zip(targets, results, strict=True):
         progress.update(f"warm-up {target.name}", 0, 1)

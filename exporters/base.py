@@ -15,7 +15,7 @@ from vitcompress.exporters.runner import Runner, RunnerOptions
 from vitcompress.exporters.sidecar import FORMAT, sidecar_path
 from vitcompress.families import family_of
 from vitcompress.io.files import convert_write_errors, file_sha256, write_file, write_json
-from vitcompress.io.progress import Progress
+from vitcompress.io.progress import SILENT, Progress
 from vitcompress.models.create import InputConfig
 
 
@@ -112,7 +112,7 @@ class Export(Protocol):
         path: Path,
         *,
         options: ExportOptions | None = None,
-        progress: Progress | None = None,
+        progress: Progress = SILENT,
         **about: Unpack[ModelInfo],
     ) -> Exported: ...
 

@@ -38,7 +38,7 @@ from vitcompress.exporters.quantize.graph import CORE, WEIGHT, Form, Quantizatio
 from vitcompress.exporters.quantize.smooth import rescale
 from vitcompress.exporters.uint8 import build_deployed, can_fold_normalization, tensors_of
 from vitcompress.families import family_of
-from vitcompress.io.progress import Progress
+from vitcompress.io.progress import SILENT, Progress
 from vitcompress.plan import is_within
 
 INPUT, OUTPUT = "images", "logits"
@@ -62,7 +62,7 @@ def export(
     path: Path,
     *,
     options: ExportOptions | None = None,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
     external_data: bool | None = None,
     lean: bool = True,
     reason: str | None = None,

@@ -25,7 +25,7 @@ from vitcompress.exporters.openvino import runner
 from vitcompress.exporters.openvino.runner import HINTS, INFO, OpenVinoRunner, core, read_ir, read_metadata, unavailable
 from vitcompress.exporters.options import ONLY_EIGHT_BITS, ExportOptions
 from vitcompress.io import hardware
-from vitcompress.io.progress import Progress
+from vitcompress.io.progress import SILENT, Progress
 
 REASON = "decomposed attention, which OpenVINO fuses when it loads the file, at any widths of q/k and v"
 FULL = 2**16  # a disk with fewer free bytes is reported as full
@@ -39,7 +39,7 @@ def export(
     path: Path,
     *,
     options: ExportOptions | None = None,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
     **about: Unpack[ModelInfo],
 ) -> Exported:
     """Write `model` to `path` (.xml), its weights beside it (.bin) and its sidecar. On failure nothing is left behind.

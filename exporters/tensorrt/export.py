@@ -31,7 +31,7 @@ from vitcompress.exporters.tensorrt.layers import layer_checks, parse_layers, un
 from vitcompress.exporters.tensorrt.runner import EngineRunner
 from vitcompress.io import hardware
 from vitcompress.io.files import write_bytes, write_text
-from vitcompress.io.progress import Progress
+from vitcompress.io.progress import SILENT, Progress
 
 RTX_DEFAULT = (80, 86, 89, 120)  # Ampere, Ada and Blackwell: the default targets of TensorRT for RTX itself
 # Hopper and Blackwell for data centers and robots: not for TensorRT for RTX.
@@ -56,7 +56,7 @@ def export(
     path: Path,
     *,
     options: ExportOptions | None = None,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
     **about: Unpack[ModelInfo],
 ) -> Exported:
     """Write `model` as an engine to `path`. A failed or interrupted export leaves the previous files unchanged.
@@ -88,7 +88,7 @@ def export(
         source = write_sidecar(replace(source, build={"batch": list(options.batch)}))
         channels, height, width = about["input"].size
         size = (height, width, channels) if options.uint8 else (channels, height, width)
-        built = build(flavour, source.path, size, options, progress or Progress())
+        built = build(flavour, source.path, size, options, progress)
         write_bytes(staged, built.data)
         built.warnings.extend(unfused_warnings(model, options.precision))
         exported = _record(flavour, staged, source, built, options, reason)

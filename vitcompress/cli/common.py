@@ -21,7 +21,7 @@ import click
 
 from vitcompress.cli.options import SET_EXAMPLE, add_options, flag
 from vitcompress.errors import CheckFailedError, InputError, VitcompressError, first_line
-from vitcompress.io.progress import Progress
+from vitcompress.io.progress import SILENT, Progress
 from vitcompress.io.run_folder import RunFolder
 
 STOPPED = 130  # what a shell reports for a program that Ctrl-C ended
@@ -186,7 +186,7 @@ def show_progress(*, collect: bool = True) -> Iterator[Progress]:
             stack.callback(setattr, threading, "excepthook", threading.excepthook)
             threading.excepthook = lambda args: None
         shown = is_main_process() and not _is_set("quiet")
-        progress = stack.enter_context(ConsoleProgress()) if shown else Progress()
+        progress = stack.enter_context(ConsoleProgress()) if shown else SILENT
         own = logging.StreamHandler()  # what vitcompress itself warns of is shown
         own.setFormatter(logging.Formatter("warning: %(message)s"))
         logging.getLogger("vitcompress").addHandler(own)

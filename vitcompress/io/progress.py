@@ -12,3 +12,6 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Report one line of information."""
+
+
+SILENT = Progress()  # reports nothing

@@ -27,7 +27,7 @@ from vitcompress.exporters.runtimes import EXPORTERS, available_exporter, open_r
 from vitcompress.exporters.torch_runner import TorchRunner
 from vitcompress.io.checks import Verification
 from vitcompress.io.files import convert_write_errors, read_json, write_json
-from vitcompress.io.progress import Progress
+from vitcompress.io.progress import SILENT, Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import tensors_digest
 from vitcompress.io.validation import options_of
@@ -126,7 +126,7 @@ def plan(
     if wrong := [f"{name} has no effect: {unused[name]}" for name in options if name in unused]:
         raise InputError("; ".join(wrong), hint="omit it, or change the option that it depends on")
     reject_unused(settings, AT_ONCE)
-    fields = {"progress": progress or Progress(), "train": options_of(TrainOptions, training or {}, "training")}
+    fields = {"progress": progress or SILENT, "train": options_of(TrainOptions, training or {}, "training")}
     base = context_for(model, data, folder=folder, device=device, seed=seed, **fields)  # owns the temporary folder
     clock = LatencyClock(base.input, base.runtime, base.progress, seed=seed)
     context = replace(base, latency=clock, measured_on=measured_on(base.runtime.device, None))
@@ -185,7 +185,7 @@ def finetune(  # noqa: PLR0913 (each argument is public and has a default)
         runtime = replace(distributed.start(device, amp, workers), dtype=next(model.parameters()).dtype)
         stack.callback(runtime.stop)
         state = Path(folder or scratch)
-        at = TrainingContext(create.input_config(model), runtime, state, "finetune", seed, progress or Progress())
+        at = TrainingContext(create.input_config(model), runtime, state, "finetune", seed, progress or SILENT)
         heldout = None if val_data is None else open_source(val_data, runtime, model)
         source = open_source(train_data, runtime, model)
         structure = tensors_digest((), str(getattr(model, "plan", model)))
@@ -262,7 +262,7 @@ def export(
         >>> vc.export(model, tempfile.mkdtemp() + "/model.onnx").name
         'model.onnx'
     """
-    path = Path(path)
+    path, progress = Path(path), progress or SILENT
     formats = [format] if format else [name for name, e in EXPORTERS.items() if e.file_suffix == path.suffix]
     if len(formats) != 1:
         message = f"the suffix of {path.name} {'fits ' + ' and '.join(formats) if formats else 'is of no format'}"
@@ -277,7 +277,7 @@ def export(
     if data is not None:
         source = as_images(data, create.image_size(model))
         original = Original(model, random_images(source, create.input_config(model), CALIBRATION_IMAGES, seed))
-        calibration = Calibration(model, settings, RunFolder.of(path), source, seed, progress or Progress())
+        calibration = Calibration(model, settings, RunFolder.of(path), source, seed, progress)
     exported = write_export(
         exporter, original, path, options=settings, classes=class_names, progress=progress, calibration=calibration
     )
@@ -290,7 +290,7 @@ def verify(folder: str | Path, *, progress: Progress | None = None) -> Verificat
     Raises:
         ArtifactError, PlanError, WeightsError: there is no model in the folder, or a file of it is damaged.
     """
-    return verify_folder(Path(folder), progress=progress)
+    return verify_folder(Path(folder), progress=progress or SILENT)
 
 
 def evaluate(model: Artifact, data: Any, *, batch_size: int = 256, device: str = "auto", workers: int = 0) -> Accuracy:
@@ -352,7 +352,7 @@ def bench(artifacts: Artifact | Sequence[Artifact], *, progress: Progress | None
     settings = replace(options_of(suite.BenchOptions, options, "bench"), runner=runner)
     with ExitStack() as stack:
         runners = [stack.enter_context(closing(_open(artifact, runner, n))) for n, artifact in enumerate(artifacts)]
-        return suite.compare(runners, settings, progress)
+        return suite.compare(runners, settings, progress or SILENT)
 
 
 def _open(artifact: Artifact, options: RunnerOptions, number: int = 0) -> Runner:

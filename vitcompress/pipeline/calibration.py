@@ -3,7 +3,7 @@ folder.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +19,7 @@ from vitcompress.exporters.quantize.graph import Form, Quantization
 from vitcompress.exporters.quantize.smooth import Factors, measure_factors
 from vitcompress.io.files import read_json, write_json
 from vitcompress.io.manifest import check_unchanged, record_changes
-from vitcompress.io.progress import Progress
+from vitcompress.io.progress import SILENT, Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import save_tensors, tensors_digest
 from vitcompress.models.checkpoint import load_model_files, read_plan, write_model
@@ -48,7 +48,7 @@ class Calibration:
     files: RunFolder
     training: Images | None = None
     seed: int = 0
-    progress: Progress = field(default_factory=Progress)
+    progress: Progress = SILENT
     ranges: Mapping[str, float] | None = None
 
     @cached_property

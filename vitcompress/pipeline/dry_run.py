@@ -11,7 +11,7 @@ import torch
 from vitcompress import surgery
 from vitcompress.bench import timing
 from vitcompress.errors import InputError, VitcompressError
-from vitcompress.io.progress import Progress
+from vitcompress.io.progress import SILENT, Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.arguments import allowed_arguments
 from vitcompress.models.cost import Cost, count_cost
@@ -87,7 +87,7 @@ def dry_run_recipe(recipe: Recipe, options: RunOptions, *, check: bool = False) 
     device = torch.device("cpu")
     with suppress(InputError):  # reported by `_checks`
         device = distributed.check_device(recipe.run.device, recipe.run.amp)
-    job = create_job(recipe, options, distributed.Runtime(device), Progress(), data)
+    job = create_job(recipe, options, distributed.Runtime(device), SILENT, data)
     problems = _list_problems(_checks(job, done, bool(unopened)))
     missing = problems if done and not problems else unopened + problems
     plan = DryRun(
@@ -227,13 +227,13 @@ class SizeComparison:
     reason: str
 
 
-def compare_sizes(names: Iterable[str], progress: Progress | None = None) -> list[SizeComparison]:
+def compare_sizes(names: Iterable[str], progress: Progress = SILENT) -> list[SizeComparison]:
     """Compare recipes that reproduce published figures on shapes alone: no weights, no data, no training."""
     recipes = [(recipe, recipe.published) for recipe in map(load_recipe, names) if recipe.published is not None]
     options, runtime = RunOptions(structure_only=True), distributed.Runtime(torch.device("cpu"))
     comparisons = []
     for recipe, published in recipes:
-        cost = count_final_cost(create_job(apply_options(recipe, options), options, runtime, Progress()))
+        cost = count_final_cost(create_job(apply_options(recipe, options), options, runtime, SILENT))
         macs = cost.macs_linear if published.macs_linear else cost.macs
         pairs = ((published.params_m, cost.params / 1e6), (published.macs_g, macs / 1e9))
         params, macs_g = (Size(figure, counted, figure and counted / figure - 1) for figure, counted in pairs)
@@ -244,6 +244,5 @@ def compare_sizes(names: Iterable[str], progress: Progress | None = None) -> lis
         ]
         about = (published.macs_linear, all(agree) if agree else None, published.deviation)
         comparisons.append(SizeComparison(recipe.name, params, macs_g, *about))
-        if progress is not None:
-            progress.update("count", len(comparisons), len(recipes), recipe.name)
+        progress.update("count", len(comparisons), len(recipes), recipe.name)
     return comparisons

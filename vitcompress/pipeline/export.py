@@ -23,7 +23,7 @@ from vitcompress.exporters.sidecar import read_sidecar
 from vitcompress.io import hardware
 from vitcompress.io.files import write_json
 from vitcompress.io.manifest import record_changes
-from vitcompress.io.progress import Progress
+from vitcompress.io.progress import SILENT, Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.text import format_percent, format_speedup
 from vitcompress.models.checkpoint import load_model
@@ -50,7 +50,7 @@ def write_export(
     *,
     options: ExportOptions,
     classes: Sequence[str] = (),
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
     calibration: Calibration | None = None,
     traces: dict[Any, Any] | None = None,
 ) -> Exported:
@@ -135,7 +135,7 @@ def _add_costs(
 
 
 def _search_layers(
-    exporter: Exporter, original: Original, options: ExportOptions, about: ModelInfo, progress: Progress | None
+    exporter: Exporter, original: Original, options: ExportOptions, about: ModelInfo, progress: Progress
 ) -> tuple[Search, Mapping[str, float]]:
     """Search the fp32 layers; also returns `rank_layers`. Raises PrecisionError if fp16 overflows in any case."""
     fixed = tuple(name for name in options.islands if name != AUTO)

@@ -17,7 +17,7 @@ from vitcompress.exporters.tensorrt.export import source_path
 from vitcompress.io.checks import Check, Status, Verification, update_verification
 from vitcompress.io.files import decode_json_values, file_sha256, read_json
 from vitcompress.io.manifest import check_unchanged, read_manifest
-from vitcompress.io.progress import Progress
+from vitcompress.io.progress import SILENT, Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.checkpoint import load_model, read_plan
 from vitcompress.pipeline.calibration import Calibration
@@ -38,7 +38,7 @@ def export_folder(
     options: ExportOptions | None = None,
     out: Path | None = None,
     dense: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
     traces: dict[Any, Any] | None = None,
 ) -> Exported:
     """Write the model of a run folder in the format `name`, by default to `model.<suffix>` in the folder.
@@ -69,7 +69,7 @@ def export_folder(
         options=options,
         classes=run_classes(files, model) or read_classes(onnx),
         progress=progress,
-        calibration=Calibration(model, options, files, progress=progress or Progress()),
+        calibration=Calibration(model, options, files, progress=progress),
         traces=traces,
     )
 
@@ -130,14 +130,13 @@ class ExportOutcome:
 
 
 def verify_export(
-    folder: Path, exported: Exported, progress: Progress | None = None, *, dense: bool = False
+    folder: Path, exported: Exported, progress: Progress = SILENT, *, dense: bool = False
 ) -> ExportOutcome:
     """Compare an exported file with the model of the run `folder`, on the images that the folder was verified with.
 
     The ONNX file that an engine was built from is checked too, as most machines can run it. The result is recorded in
     the sidecar and, for a file in the folder, in its verify.json. A file that fails is moved to the folder `failed`.
     """
-    progress = progress or Progress()
     progress.stage(f"Compare {exported.path.name} with the model")
     path, source, files = exported.path, source_path(exported.path), _source(folder, dense)
     inside = path.parent.resolve() == folder.resolve()

@@ -35,7 +35,7 @@ from vitcompress.exporters.ranges import Ranges, describe_overflows, find_overfl
 from vitcompress.exporters.tensorrt.export import RTX_DEFAULT, TENSORRT_RTX
 from vitcompress.exporters.tensorrt.flavours import capability
 from vitcompress.io.checks import Check
-from vitcompress.io.progress import Progress
+from vitcompress.io.progress import SILENT, Progress
 from vitcompress.plan import is_within
 from vitcompress.verify.outputs import Original, output_checks, rounded_checks
 from vitcompress.verify.tolerance import kl_divergence
@@ -124,7 +124,7 @@ def search(
     fixed: Layers = (),
     ranges: Ranges = NO_RANGES,
     ranked: Sequence[str] = (),
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
 ) -> Search:
     """Search the smallest set of layers, including `fixed`, that passes in fp32, with the others in `precision`.
 
@@ -132,7 +132,7 @@ def search(
     ranges: of fp16; layers whose results overflow belong to every set (PrecisionError if none avoids that).
     """
     model = original.model
-    trials = _Trials(model, evaluator, precision, ranges, progress or Progress())
+    trials = _Trials(model, evaluator, precision, ranges, progress)
     always = (*fixed, *required_layers(model, ranges, fixed))
     counts = [*(2**power for power in range(len(ranked).bit_length())), len(ranked)]
     cheap = [kinds for size in range(len(CHEAP) + 1) for kinds in combinations(CHEAP, size)]

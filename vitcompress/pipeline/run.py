@@ -13,7 +13,7 @@ from vitcompress.bench.report.records import CheckRecord, Report
 from vitcompress.bench.report.run import read_report
 from vitcompress.errors import CheckFailedError
 from vitcompress.io.manifest import record_changes, write_manifest
-from vitcompress.io.progress import Progress
+from vitcompress.io.progress import SILENT, Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.pipeline import dense, finalize, prune, report
 from vitcompress.pipeline.calibration import train_quantized
@@ -108,7 +108,7 @@ def run_recipe(
         InputError: the input is wrong; nothing was written.
         VitcompressError: a stage failed; the same call continues the run.
     """
-    options, progress = options or RunOptions(), progress or Progress()
+    options, progress = options or RunOptions(), progress or SILENT
     recipe = apply_options(recipe, options, data)
     folder = options.folder(recipe)
     kind = {"structure_only": options.structure_only, "fresh": options.fresh}

@@ -18,7 +18,7 @@ from vitcompress.exporters.tensorrt.export import source_path
 from vitcompress.io.checks import Check, Verification, largest_difference, limit_check, problem_check
 from vitcompress.io.files import read_json, signed_files, write_json
 from vitcompress.io.manifest import record_changes, write_manifest
-from vitcompress.io.progress import Progress
+from vitcompress.io.progress import SILENT, Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import load_tensors, save_tensors
 from vitcompress.models.checkpoint import load_model, read_plan, write_model
@@ -44,7 +44,7 @@ def verify_folder(
     folder: str | Path,
     images: Tensor | None = None,
     dense: Path | None = None,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
     *,
     adopt: bool = False,
 ) -> Verification:
@@ -72,9 +72,7 @@ def verify_folder(
     with record_changes(files.path), suppress(OutputError) if verified else nullcontext():
         verification, seen = Verification(tuple(checks)), None
         if not any(check.verdict == "failed" for check in checks):
-            verification, seen = _check_content(
-                files, checks, images, RunFolder(dense or files.dense), progress or Progress()
-            )
+            verification, seen = _check_content(files, checks, images, RunFolder(dense or files.dense), progress)
         if not signed_files.get():
             write_json(files.verification, verification.to_dict(files.path))
         if images is not None and seen is not None:

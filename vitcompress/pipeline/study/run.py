@@ -15,7 +15,7 @@ from vitcompress.bench import timing
 from vitcompress.bench.plots.study import draw
 from vitcompress.errors import InputError, MissingExtraError, OutputError, VitcompressError
 from vitcompress.io.files import read_json, write_json
-from vitcompress.io.progress import Progress
+from vitcompress.io.progress import SILENT, Progress
 from vitcompress.pipeline.dry_run import dry_run_recipe
 from vitcompress.pipeline.folder import ELSEWHERE, check_folder, claim_folder
 from vitcompress.pipeline.job import RunOptions, apply_options
@@ -75,13 +75,12 @@ class StudyDryRun:
     notes: list[str]
 
 
-def run_study(study: Study, options: StudyOptions, progress: Progress | None = None) -> dict[str, Any]:
+def run_study(study: Study, options: StudyOptions, progress: Progress = SILENT) -> dict[str, Any]:
     """Train and measure what is missing, write tables and plots. Returns the content of study.json.
 
     Raises InputError if the input is wrong; nothing was written. Raises VitcompressError if some runs failed; the
     others are done, and the same call continues.
     """
-    progress = progress or Progress()
     runs, folder = options.runs(study), options.folder(study)
     _check_folder(folder, study, runs)
     remaining = [run for run in runs if not run.is_done]
@@ -102,13 +101,13 @@ def run_study(study: Study, options: StudyOptions, progress: Progress | None = N
 
 
 def dry_run_study(
-    study: Study, options: StudyOptions, progress: Progress | None = None, runs: Sequence[Run] | None = None
+    study: Study, options: StudyOptions, progress: Progress = SILENT, runs: Sequence[Run] | None = None
 ) -> StudyDryRun:
     """Cost and epochs of every row, and what is missing here. Writes nothing. runs: those to check; default: all.
 
     Raises InputError for a row that cannot work, or a protocol that measures nothing.
     """
-    runs, progress = options.runs(study) if runs is None else runs, progress or Progress()
+    runs = options.runs(study) if runs is None else runs
     timing.protocol(study.speed.protocol, **study.speed.changes)
     rows, missing, notes = list[dict[str, str | float]](), dict[str, None](), dict[str, None]()
     first_seeds = [next(of_row) for _, of_row in groupby(runs, lambda run: run.row.name)]
@@ -178,11 +177,10 @@ def _run_in_processes(runs: Sequence[Run], jobs: int) -> Iterator[Outcome]:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _execute(run: Run, progress: Progress | None = None) -> Outcome:
+def _execute(run: Run, progress: Progress = SILENT) -> Outcome:
     """Start or continue one run. Errors are returned, so that the other runs continue."""
     start, problem = time.monotonic(), None
-    if progress is not None:
-        progress.stage(f"{run.row.title}, seed {run.seed}")
+    progress.stage(f"{run.row.title}, seed {run.seed}")
     try:
         with cpu_threads(run.recipe.run.threads):
             run_recipe(run.recipe, RunOptions(out=run.folder), progress)
