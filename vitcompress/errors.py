@@ -16,7 +16,10 @@ def printable(text: str, longest: int | None = None) -> str:
 
 
 class VitcompressError(Exception):
-    """The message states the value and what is allowed; `hint` is the next step. Exit code of the command line: 1."""
+    """The message states the value and what is allowed; `hint` is the next step, also shown below a traceback.
+
+    Exit code of the command line: 1.
+    """
 
     exit_code = 1
 
@@ -24,6 +27,8 @@ class VitcompressError(Exception):
         self.message = printable(message, LONGEST_LINE)
         self.hint = hint and printable(hint, LONGEST_LINE)
         super().__init__(self.message)
+        if self.hint:
+            self.add_note(self.hint)
 
 
 class CheckFailedError(VitcompressError):

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import traceback
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -176,6 +177,9 @@ def test_models_of_timm_itself_are_taken() -> None:
         (lambda: vc.finetune(model(num_classes=0), batches(), epochs=1), "has no classifier"),
         (lambda: vc.plan(model(num_classes=0), "isomorphic", batches(), align=FINE), "has no classifier"),
         (lambda: vc.evaluate(model(num_classes=0), batches()), "has no classifier"),
+        (lambda: vc.finetune(model(global_pool=""), batches(), epochs=1), "has no pooling"),
+        (lambda: vc.plan(model(global_pool=""), "isomorphic", batches(), align=FINE), "has no pooling"),
+        (lambda: vc.evaluate(model(global_pool=""), batches()), "has no pooling"),
         (
             lambda: vc.plan(model(), "isomorphic", [(batches()[0][0], torch.arange(5)), *batches()]),
             "16 images have labels of shape 5 ",
@@ -201,6 +205,18 @@ def test_mistakes_are_reported(call: Any, message: str, tmp_path: Path, monkeypa
     with pytest.raises(InputError, match=message):
         call()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_traceback_shows_the_next_step() -> None:
+    with pytest.raises(InputError) as error:
+        vc.evaluate(model(), batches(), batch_size=0)
+    assert "".join(traceback.format_exception(error.value)).rstrip().endswith(f"more\n{error.value.hint}")
+
+
+def test_a_file_with_logits_of_every_token_is_not_evaluated(tmp_path: Path) -> None:
+    file = vc.export(model(global_pool=""), tmp_path / "model.onnx")
+    with pytest.raises(DataError, match=r"the model outputs \(5, 4\) for an image, not one logit per class"):
+        vc.evaluate(file, batches())
 
 
 def test_mistakes_in_options_list_the_options() -> None:

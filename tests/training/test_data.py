@@ -227,7 +227,8 @@ def test_an_image_that_breaks_later_is_named_in_one_sentence(tmp_path: Path, wor
     with pytest.raises(DataError) as caught:
         list(EvalLoader(splits.train, INPUT, 2, runtime))
     assert caught.value.message.startswith(f"image {root / 'train/a/1.png'} cannot be read")
-    assert "Traceback" not in caught.value.message
+    assert "Traceback" not in caught.value.message and "\n" not in caught.value.message
+    assert caught.value.hint == "remove or replace it"
 
 
 # ------------------------------------------------------------------------------------------------------------- loaders

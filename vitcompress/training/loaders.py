@@ -67,8 +67,9 @@ class EvalLoader:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         try:
             yield from self.batches
-        except DataError as error:  # of a worker process: one sentence instead of its traceback
-            raise DataError(error.message.rsplit("DataError: ", 1)[-1].strip(), hint=error.hint) from error
+        except DataError as error:  # of a worker process: its message and hint instead of its traceback
+            message, _, hint = error.message.rsplit("DataError: ", 1)[-1].strip().partition("\n")
+            raise DataError(message, hint=error.hint or hint) from error
 
 
 class TrainLoader(EvalLoader):

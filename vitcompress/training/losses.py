@@ -37,7 +37,10 @@ def inner(module: nn.Module) -> nn.Module:
 
 
 def check_outputs(module: nn.Module) -> None:
-    """Raise InputError for a model without a classifier, or with one class, whose probability is always 1."""
+    """Raise InputError for a model without a classifier or pooling, or with one class: its probability is always 1."""
+    if getattr(inner(module), "global_pool", None) == "":
+        message = "the model has no pooling (global_pool is empty): it outputs logits of every token, not of the image"
+        raise InputError(message, hint='create it with another global_pool, such as "avg"')
     if (classes := int(getattr(inner(module), "num_classes", 2))) < 2:
         reason = "one class: no loss and no divergence of its outputs depends on its weights"
         message = f"the model has {reason if classes else 'no classifier: its outputs are features, not logits'}"

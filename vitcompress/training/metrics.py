@@ -85,6 +85,9 @@ def evaluate_images(
     loss, parts = torch.zeros((), dtype=torch.float64), [torch.zeros(0, 3)]
     for images, targets in loader:
         logits, targets = predict(images).float().cpu(), targets.cpu()
+        if logits.ndim != 2:
+            message = f"the model outputs {tuple(logits.shape[1:])} for an image, not one logit per class"
+            raise DataError(message, hint="export one with a classifier and global pooling")
         check_labels(targets, logits.shape[1])
         if not torch.isfinite(logits).all():
             message = "the logits of the model are not finite"
