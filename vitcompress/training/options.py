@@ -19,6 +19,7 @@ _SOURCES = (
 POLICY = Matching(r"^((original|v0)r?|3a|rand|augmix)(-(inc|mmax|[a-z])\d{1,2}(\.\d+)?|-mstd[\d.]+)*$")
 Share = Annotated[float, Ge(0), Le(1)]
 Fraction = Annotated[float, Ge(0), Lt(1)]
+Area, Aspect = Annotated[float, Gt(0), Le(1)], Annotated[float, Gt(0)]
 Distillation = Literal["none", "hard", "soft", "soft_patch", "features"]
 
 
@@ -53,8 +54,8 @@ class Augmentation:
     auto_augment: Annotated[str | None, POLICY, Doc("timm's policy string; disables color jitter")] = None
     color_jitter: Annotated[float, Ge(0), Doc("strength; 0: off")] = 0.0
     hflip: Annotated[Share, Doc("share of images that are flipped")] = 0.5
-    scale: Annotated[tuple[float, float], Doc("area of the random crop, as a share of the image")] = (0.08, 1.0)
-    ratio: Annotated[tuple[float, float], Doc("aspect ratio (width / height) of the random crop")] = (3 / 4, 4 / 3)
+    scale: Annotated[tuple[Area, Area], Doc("area of the random crop, as a share of the image")] = (0.08, 1.0)
+    ratio: Annotated[tuple[Aspect, Aspect], Doc("aspect ratio (width / height) of the random crop")] = (3 / 4, 4 / 3)
     reprob: Annotated[Share, Doc("share of images with one erased rectangle")] = 0.0
     remode: Annotated[Literal["const", "rand", "pixel"], Doc("content of an erased rectangle")] = "pixel"
     mixup: Annotated[float, Ge(0), Doc("alpha of the Beta distribution; 0: off")] = 0.0
