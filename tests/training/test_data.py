@@ -210,6 +210,24 @@ def test_a_timm_data_set_is_read_through_timm(tmp_path: Path) -> None:
     assert splits.train[5][0].getpixel((0, 0)) == (2, 0, 0)
 
 
+@pytest.mark.parametrize("source", ["timm:", "timm:torch/image_folder"])
+def test_a_timm_folder_without_a_split_is_not_tested_on_its_training_images(source: str, tmp_path: Path) -> None:
+    """timm reads the whole folder if it has none for a split."""
+    root = image_folder(tmp_path, {"train": {"a": 3, "b": 3}})
+    with pytest.raises(DataError, match="'validation' has the images of 'train'"):
+        open_data(DataOptions(source, str(root)), seed=0)
+    same = open_data(DataOptions(source, str(root), heldout=0.0, test_split="train"), seed=0)
+    assert len(same.train) == len(same.test) == 6
+
+
+@pytest.mark.parametrize("source", ["timm:", "timm:torch/image_folder"])
+def test_both_splits_of_a_timm_folder_need_the_same_classes(source: str, tmp_path: Path) -> None:
+    """Without one, timm gives its number to the next class."""
+    root = image_folder(tmp_path, {"train": {"a": 3, "b": 3, "c": 3}, "validation": {"b": 2, "c": 1}})
+    with pytest.raises(DataError, match="'validation' has other classes than 'train'"):
+        open_data(DataOptions(source, str(root)), seed=0)
+
+
 def test_a_timm_data_set_whose_first_image_is_broken_is_rejected(tmp_path: Path) -> None:
     root = image_folder(tmp_path, {"train": {"a": 3, "b": 3}, "val": {"a": 2, "b": 1}})
     for path in (root / "train" / "a").iterdir():

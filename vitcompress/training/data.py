@@ -173,7 +173,7 @@ def _check_classes(name: str, classes: tuple[str, ...], train: Images | None) ->
 def _timm(options: DataOptions) -> Splits:
     """Any map-style data set that timm can build; nothing is downloaded."""
     name, parts = options.source.removeprefix("timm:"), []
-    for split in (options.train_split or "train", options.test_split or "validation"):
+    for split in (splits := (options.train_split or "train", options.test_split or "validation")):
         try:
             dataset: Any = create_dataset(name, root=options.path, split=split)
             dataset.load_bytes, dataset.loader = True, datasets.decode  # of timm and torchvision
@@ -181,5 +181,12 @@ def _timm(options: DataOptions) -> Splits:
         except (RuntimeError, OSError, ValueError, TypeError, AssertionError, ImportError) as error:
             message = f"data source timm:{name} split {split!r} at {options.path} cannot be opened: {first_line(error)}"
             raise DataError(message, hint="check the name, --data and the splits") from error
+    train, test = (getattr(part.dataset, "reader", part.dataset) for part in parts)
+    files, others = ({str(sample[0]) for sample in getattr(part, "samples", ())} for part in (train, test))
+    same = splits[0] != splits[1] and files & others  # timm reads the whole folder where that of a split is missing
+    if same or getattr(train, "class_to_idx", None) != getattr(test, "class_to_idx", None):
+        what = "the images of" if same else "other classes than"
+        message = f"data source timm:{name}: {splits[1]!r} has {what} {splits[0]!r}"
+        raise DataError(message, hint=f"create a folder for each in {options.path}, with the same class folders")
     names = getattr(parts[0].dataset, "classes", None) or range(int(parts[0].labels.max()) + 1)
     return Splits(name, tuple(map(str, names)), parts[0], test=parts[1])
