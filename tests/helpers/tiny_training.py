@@ -44,9 +44,8 @@ def stripes(count: int = 48) -> ArrayImages:
 def fit(module: nn.Module, folder: Path, options: TrainOptions = OPTIONS, **more: Any) -> TrainResult:
     at = {"input": INPUT, "runtime": CPU, "folder": folder, "label": "test", "seed": 0, "progress": Progress()}
     at |= {name: more.pop(name) for name in list(more) if name in at}
-    return train(
-        module, stripes(), more.pop("heldout", stripes()), options, TrainingContext(**at), TrainingControls(**more)
-    )
+    images, heldout = more.pop("images", stripes()), more.pop("heldout", stripes())
+    return train(module, images, heldout, options, TrainingContext(**at), TrainingControls(**more))
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """Folders and recipes: runs continue, other folders are not touched, and a rejected run writes nothing."""
 
+import json
 import logging
 import shutil
 import tomllib
@@ -9,10 +10,10 @@ from typing import Any
 
 import pytest
 import whole_runs as world
-from command_line import expect_error
+from command_line import expect_error, images
 from whole_runs import SMALL, tree, with_steps
 
-from vitcompress.errors import ArtifactError, InputError, OutputError, PlanError, WeightsError
+from vitcompress.errors import ArtifactError, DataError, InputError, OutputError, PlanError, WeightsError
 from vitcompress.io.tensors import save_tensors
 from vitcompress.models.checkpoint import write_model
 from vitcompress.models.create import create_model
@@ -220,6 +221,30 @@ def test_a_run_folder_keeps_the_warnings_of_libraries(tmp_path: Path) -> None:
             warnings.warn(text, stacklevel=1)
         kept = (tmp_path / "run" / "warnings.log").read_text()
         assert text in kept and ("first" in kept) == (not fresh)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_other_images_than_those_of_the_dense_model_are_rejected(tmp_path: Path, shared: bool) -> None:
+    """A run does not continue with other labels, nor does another one start from a model that learned them."""
+    images(str(tmp_path / "images"))
+    data = ["data.source=imagefolder", f"data.path={json.dumps(str(tmp_path / 'images'))}", "finetune.batch_size=2"]
+    dense = ["dense.batch_size=2"] if shared else ["model.weights=random", "dense="]
+    sets = (*world.BARE, *data, *dense)
+    run, _ = world.run(tmp_path, *sets, text=SMALL)
+    (run.folder / "report.json").unlink()  # as if it had been stopped
+    for split in ("train", "val"):
+        for old, new in (("class0", "class2"), ("class1", "class0"), ("class2", "class1")):
+            (tmp_path / "images" / split / old).rename(tmp_path / "images" / split / new)
+    before = tree(tmp_path)
+    with pytest.raises(DataError, match=r"images or labels of .* are not those that .*dense.* was created"):
+        world.run(tmp_path, *sets, text=SMALL)
+    if shared:
+        with pytest.raises(DataError) as second:
+            world.run(tmp_path, *sets, text=SMALL, name="second", fresh=True)
+        assert "remove this folder and start over" in str(second.value.hint)
+    assert tree(tmp_path) == before
+    if not shared:
+        world.run(tmp_path, *sets, text=SMALL, fresh=True)
 
 
 def test_a_changed_dense_model_that_runs_share_is_detected(small: Path) -> None:

@@ -1,6 +1,7 @@
 """Splits do not overlap, every process gets its share and no more, and every bad data set is rejected at once."""
 
 import dataclasses
+import shutil
 from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
@@ -226,6 +227,31 @@ def test_both_splits_of_a_timm_folder_need_the_same_classes(source: str, tmp_pat
     root = image_folder(tmp_path, {"train": {"a": 3, "b": 3, "c": 3}, "validation": {"b": 2, "c": 1}})
     with pytest.raises(DataError, match="'validation' has other classes than 'train'"):
         open_data(DataOptions(source, str(root)), seed=0)
+
+
+def replace_image(root: Path) -> None:
+    Image.new("RGB", (6, 5), (9, 9, 9)).save(root / "train/a/0.png")
+
+
+def move_image(root: Path) -> None:
+    (root / "train/a/0.png").rename(root / "train/b/9.png")
+
+
+def rename_class(root: Path) -> None:
+    (root / "train/b").rename(root / "train/c")
+    (root / "val/b").rename(root / "val/c")
+
+
+@pytest.mark.parametrize("change", [None, replace_image, move_image, rename_class])
+def test_the_digest_of_images_follows_contents_labels_and_classes(
+    change: Callable[[Path], None] | None, tmp_path: Path
+) -> None:
+    root = image_folder(tmp_path / "one", {"train": {"a": 4, "b": 4}, "val": {"a": 2, "b": 1}})
+    copy = shutil.copytree(root, tmp_path / "copy")
+    if change is not None:
+        change(copy)
+    first, second = (open_data(DataOptions("imagefolder", str(one)), seed=0).digest for one in (root, copy))
+    assert (first == second) == (change is None)
 
 
 def test_a_timm_data_set_whose_first_image_is_broken_is_rejected(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import killed_training as killed
 import pytest
 import torch
-from tiny_training import DEVICES, OPTIONS, fit, same, vit, weights
+from tiny_training import DEVICES, OPTIONS, fit, same, stripes, vit, weights
 
 from vitcompress.errors import InputError, OutputError
 from vitcompress.io.tensors import load_tensors
@@ -95,6 +95,15 @@ def test_a_folder_of_another_training_is_rejected(tmp_path: Path) -> None:
     fit(vit(), tmp_path)
     with pytest.raises(OutputError, match="other settings"):
         fit(vit(), tmp_path, dataclasses.replace(OPTIONS, lr=2e-2))
+
+
+def test_a_folder_of_other_images_is_rejected(tmp_path: Path) -> None:
+    images = stripes()
+    images.digest = "of then"
+    fit(vit(), tmp_path, images=images)
+    images.digest = "of now"
+    with pytest.raises(OutputError, match="other settings or images"):
+        fit(vit(), tmp_path, images=images)
 
 
 def test_states_hold_plain_data_only(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def create_dense(job: Job) -> None:
         if job.runtime.is_main:
             write_model(job.dense_folder, model, job.base)
             source = read_source(job.resolved.weights, job.base.arch)
-            write_manifest(job.dense_folder, source=source)
+            write_manifest(job.dense_folder, source=source, images=job.data and job.data.digest)
             if source:
                 job.progress.note("dense model: {weights}, sha256 {sha256}".format(**source))
 

@@ -12,6 +12,7 @@ import numpy as np
 from timm.data import create_dataset
 
 from vitcompress.errors import DataError, MissingExtraError, first_line
+from vitcompress.io.tensors import tensors_digest
 from vitcompress.models.create import image_size
 from vitcompress.training import datasets, tinted
 from vitcompress.training.datasets import ArrayImages, FolderImages, Images, MappedImages, as_images, class_names
@@ -34,6 +35,12 @@ class Splits:
     heldout: Images = NO_IMAGES
     test: Images = NO_IMAGES
     skipped: tuple[Path, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """A hash of the classes, labels and files of training and held-out images; the same in another folder."""
+        parts = [(part.labels.tolist(), getattr(part, "digest", "")) for part in (self.train, self.heldout)]
+        return tensors_digest((), str((self.classes, parts)))
 
     def hold_out(self, share: float, seed: int) -> "Splits":
         """Move a share of the training images to the held-out ones: of each class at least one, never its last."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchvision.datasets.folder import make_dataset
 
 from vitcompress.errors import DataError, first_line
-from vitcompress.io.tensors import DAMAGED
+from vitcompress.io.tensors import DAMAGED, tensors_digest
 from vitcompress.io.text import format_shape
 from vitcompress.models.create import Size, is_allowed
 
@@ -32,11 +32,12 @@ class Images(Protocol):
     """A labeled data set before its transforms.
 
     labels: the class of every image, integers (images,), known without opening one. prepared: whether images are
-    tensors (C, H, W), normalized for the model, instead of PIL images.
+    tensors (C, H, W), normalized for the model, instead of PIL images. digest: of the files, where it is known.
     """
 
     labels: np.ndarray
     prepared: bool = False
+    digest: str = ""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -74,8 +75,8 @@ class FolderImages(Images):
         numbers = {name: i for i, name in enumerate(classes)}
         samples = make_dataset(folder, numbers, _SUFFIXES, allow_empty=True)
         samples.sort(key=lambda sample: natural_key(sample[0]))
-        step = 1 if skip_broken else max(1, -(-len(samples) // _CHECKED_ON_OPENING))
-        checked = [Path(file) for file, _ in samples[::step]]
+        step = max(1, -(-len(samples) // _CHECKED_ON_OPENING))
+        checked = [Path(file) for file, _ in samples[:: 1 if skip_broken else step]]
         with ThreadPool() as pool:
             problems = zip(checked, pool.map(_problem, checked), strict=True)
         broken = {file: problem for file, problem in problems if problem}
@@ -86,6 +87,8 @@ class FolderImages(Images):
         self.classes, self.skipped = classes, tuple(broken)
         kept = [(path, label) for file, label in samples if (path := Path(file)) not in broken]
         self.files, self.labels = [path for path, _ in kept], np.array([label for _, label in kept], np.int64)
+        sums = [zlib.crc32(path.read_bytes()) for path in self.files[::step]]
+        self.digest = tensors_digest((), f"{[path.relative_to(folder).as_posix() for path in self.files]}{sums}")
         counts = np.bincount(self.labels, minlength=len(classes))
         if empty := [name for name, count in zip(classes, counts, strict=True) if not count]:
             message = f"{folder} has class folders without images: {few(empty)}"

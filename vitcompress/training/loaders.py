@@ -39,7 +39,7 @@ class Views(Images, Dataset[tuple[Any, int]]):
     ) -> None:
         self.dataset, self.indices = dataset, np.asarray(indices, dtype=np.int64)
         self.transform, self.mode, self.prepared = transform, mode, dataset.prepared
-        self.labels = dataset.labels[self.indices]
+        self.labels, self.digest = dataset.labels[self.indices], getattr(dataset, "digest", "")
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         image, label = self.dataset[int(self.indices[index])]

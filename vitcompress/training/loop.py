@@ -57,8 +57,8 @@ def train(
 def _run(job: TrainingJob) -> TrainResult:
     state = job.at.runtime.broadcast(load_state(job.at.folder) if job.at.runtime.is_main else None)
     if state is not None and state.data["made_with"] != job.fingerprint:
-        message = f"{job.at.folder} contains a training with other settings"
-        raise OutputError(message, hint="use another folder, or --fresh")
+        message = f"{job.at.folder} contains a training with other settings or images"
+        raise OutputError(message, hint="remove this folder, or use another one")
     if state is not None and state.data["finished"]:
         job.module.load_state_dict(state.part("module"))
         if job.controls.hooks:

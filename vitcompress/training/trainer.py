@@ -106,7 +106,8 @@ class TrainingJob:
     def fingerprint(self) -> dict[str, object]:
         """What a state in the folder must have been trained with."""
         options = json.loads(json.dumps(asdict(self.options)))
-        return {"label": self.at.label, "seed": self.at.seed, "images": len(self.train_set), "options": options}
+        images = {"images": len(self.train_set), "files": getattr(self.train_set, "digest", "")}
+        return {"label": self.at.label, "seed": self.at.seed, **images, "options": options}
 
     @cached_property
     def heldout(self) -> EvalLoader | BatchLoader | None:
