@@ -165,10 +165,7 @@ def compare(
 
 
 def write(model: nn.Module, path: Path, form: str, options: ExportOptions) -> Path:
-    """Write the model to a folder, for torch, or to a file, whose suffix is added to `path`."""
-    if form == "torch":
-        vc.save_model(model, path)
-        return path
+    """Write the model to a file, whose suffix is added to `path`."""
     exporter = available_exporter(form, hint="")
     path = path.with_name(f"{path.name}{exporter.suffix}")
     config = input_config(model)
