@@ -87,14 +87,14 @@ def sidecar_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.json")
 
 
-def read_sidecar(path: Path) -> dict[str, Any] | None:
-    """The sidecar of the exported file `path`, or None if it has none.
+def read_sidecar(path: Path) -> dict[str, Any]:
+    """The sidecar of the exported file `path`; empty if it has none.
 
     Raises ArtifactError if it is not JSON, has a missing or wrong key, or describes another file.
     """
     sidecar = sidecar_path(path)
     if not sidecar.is_file():
-        return None
+        return {}
     data, problems = read_json(sidecar), list[str]()
     if validate(Sidecar, data, "", problems) is None:
         more = [f"and {len(problems) - MOST_PROBLEMS} more"] if len(problems) > MOST_PROBLEMS else []
@@ -105,9 +105,9 @@ def read_sidecar(path: Path) -> dict[str, Any] | None:
 
 
 def usable_sidecar(path: Path) -> dict[str, Any]:
-    """`read_sidecar`; empty if there is none, or if it cannot be used, for which `verify` has a failed check."""
+    """`read_sidecar`; empty, too, if it cannot be used, for which `verify` has a failed check."""
     with suppress(ArtifactError):
-        return read_sidecar(path) or {}
+        return read_sidecar(path)
     return {}
 
 
@@ -118,13 +118,13 @@ def _unusable(sidecar: Path, reason: str) -> ArtifactError:
 def amend_sidecar(path: Path, **fields: Any) -> None:
     """Add `fields`, such as `verified=True`, to the sidecar of `path`, which must exist."""
     with lock_file(path.parent):
-        write_json(sidecar_path(path), {**(read_sidecar(path) or {}), **fields})
+        write_json(sidecar_path(path), {**read_sidecar(path), **fields})
 
 
 def find_mismatches(path: Path) -> list[str]:
     """Differences between `path` and its sidecar, a sentence each. An unusable sidecar is one, too."""
     try:
-        return [] if read_sidecar(path) is None else [*find_changed_files(sidecar_path(path)).values()]
+        return [*find_changed_files(sidecar_path(path)).values()] if read_sidecar(path) else []
     except ArtifactError as error:
         return [error.message]
 
@@ -163,7 +163,7 @@ def read_input(
 
 def read_classes(path: Path) -> tuple[str, ...]:
     """The class names of an exported file; empty if it has no sidecar: exporters then number the classes."""
-    names = decode_json_values((read_sidecar(path) or {"metadata": {}})["metadata"]).get("classes", [])
+    names = decode_json_values(read_sidecar(path).get("metadata", {})).get("classes", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise _unusable(sidecar_path(path), f"classes is {names!r}, expected a list of names")
     return tuple(names)

@@ -108,7 +108,7 @@ def read_trusted_sidecar(path: Path, *, trust: bool) -> dict[str, Any]:
         raise ArtifactError(f"there is no file {path}", hint="`vitcompress export DIR --format trt` writes one")
     wrong = find_mismatches(path) if sidecar_path(path).is_file() else ["there is no such file"]
     if not wrong:
-        return read_sidecar(path) or {}
+        return read_sidecar(path)
     if trust:
         return {}
     raise ArtifactError(

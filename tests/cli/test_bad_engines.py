@@ -80,7 +80,7 @@ def of_rtx_called_proper(engine: Path) -> Path:
 
 
 def of_another_version(engine: Path) -> Path:
-    build = (read_sidecar(engine) or {})["build"]
+    build = read_sidecar(engine)["build"]
     amend_sidecar(engine, build={**build, "runtime_version": "1.4.0.9"})
     return engine
 

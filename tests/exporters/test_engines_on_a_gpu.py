@@ -64,7 +64,7 @@ IMAGES = torch.randn(8, 3, 112, 112, generator=torch.Generator().manual_seed(0))
 
 
 def test_it_agrees_with_the_model_and_the_folder_verifies(engine: Path) -> None:
-    known = read_sidecar(engine) or {}
+    known = read_sidecar(engine)
     assert known["verified"] is True and known["verification"]["verdict"] == "passed"
     result = run_command("verify", engine.parent)
     assert {c["verdict"] for c in result["checks"] if c["name"].startswith(f"agreement.{engine.name}")} == {"passed"}
@@ -83,7 +83,7 @@ def test_it_runs_at_every_batch_of_its_range_and_at_no_other(engine: Path) -> No
 def test_its_layers_are_recorded_and_heavy_ones_compute_in_half_precision(engine: Path) -> None:
     layers = parse_layers(layers_path(engine).read_text())
     assert any(layer.heavy for layer in layers)
-    checks = {check["name"]: check for check in (read_sidecar(engine) or {})["build"]["truth"]}
+    checks = {check["name"]: check for check in read_sidecar(engine)["build"]["truth"]}
     assert set(checks) == {"engine.precision", "engine.attention", "engine.copies"}
     assert checks["engine.precision"]["verdict"] == "passed", checks
 
@@ -118,7 +118,7 @@ def test_bench_measures_every_setting_beside_the_model_in_torch(settings: tuple[
 
 
 def test_the_timing_cache_is_reused(engine: Path, tmp_path: Path) -> None:
-    if (read_sidecar(engine) or {})["format"] != "trt":
+    if read_sidecar(engine)["format"] != "trt":
         pytest.skip("TensorRT for RTX has no such cache")
     cache, out = tmp_path / "kernels.bin", tmp_path / "model.engine"
     words = ["export", str(engine.parent), "--format", "trt", "--timing-cache", str(cache), "--out", str(out)]

@@ -51,7 +51,7 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     about: Any = {"input": input_config(MODEL), "classes": tuple("abcde"), "traces": traces("plain")}
     exporter.export(MODEL, path, options=ExportOptions(**more), **about)
     record_status(path, [Check(f"agreement.{path.name}", "not_run", detail="no GPU", command="vitcompress verify run")])
-    known = read_sidecar(path) or {}
+    known = read_sidecar(path)
     amend_sidecar(path, islands_search=SEARCH, build={**known["build"], "truth": [TRUTH]})
     return path
 

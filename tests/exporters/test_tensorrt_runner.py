@@ -51,7 +51,7 @@ def engine(built: Path, tmp_path: Path) -> Path:
 
 def set_build(engine: Path, **build: Any) -> None:
     """Change the build in the sidecar, with the hash of the current bytes."""
-    known = read_sidecar(engine) or {}
+    known = read_sidecar(engine)
     amend_sidecar(engine, build={**known["build"], **build}, files={engine.name: file_sha256(engine)})
 
 

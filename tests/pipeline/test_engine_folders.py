@@ -95,7 +95,7 @@ def output_check(folder: Path) -> tuple[str, str, str | None]:
 
 def claim(engine: Path, **build: Any) -> None:
     """Change the build in the sidecar, which then has the hash of the present file."""
-    known = read_sidecar(engine) or {}
+    known = read_sidecar(engine)
     amend_sidecar(engine, build={**known["build"], **build}, files={engine.name: file_sha256(engine)})
 
 
@@ -105,7 +105,7 @@ def test_an_engine_of_another_version_runs_on_the_target(folder: Path, tmp_path:
     verdict, detail, command = output_check(copy)
     assert (verdict, command) == ("not_run", f"vitcompress verify {copy}")
     assert "built by TensorRT for RTX 1.4.0.9" in detail and "pip install tensorrt-rtx==1.4.0.9" in detail
-    known = read_sidecar(copy / ENGINE) or {}
+    known = read_sidecar(copy / ENGINE)
     assert known["verified"] is False and known["verification"]["verdict"] == "not_run"
 
 

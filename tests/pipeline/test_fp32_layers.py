@@ -192,7 +192,7 @@ def test_the_command_line_records_the_search(format: str, tmp_path: Path, capsys
     code, printed = run_export(capsys, str(folder), "--format", format, "--precision", "fp16", "--islands", "auto")
     assert code == 0
     path = folder / f"model-fp16{EXPORTERS[format].suffix}"
-    sidecar = read_sidecar(path) or {}
+    sidecar = read_sidecar(path)
     assert sidecar["islands_search"] == printed["islands_search"]
     record = sidecar["islands_search"]
     assert record["chosen"] == ["blocks.0.mlp"] and json.loads(sidecar["metadata"]["islands"]) == record["chosen"]
@@ -270,7 +270,7 @@ def test_only_the_layer_with_an_outlier_stays_out_of_int8_and_has_a_cost(
     assert result["proxy"] is (name == "openvino")
     assert {"head", "patch_embed.proj", "blocks.1.mlp.fc1"} == set(json.loads(done.metadata["islands"]))
     assert {check.verdict for check in output_checks(done.path, Original(with_outlier(), X))} == {"passed"}
-    ((layer, cost),), warnings = result["costs"].items(), (read_sidecar(done.path) or {})["build"]["warnings"]
+    ((layer, cost),), warnings = result["costs"].items(), read_sidecar(done.path)["build"]["warnings"]
     assert layer == "blocks.1.mlp.fc1" and cost["divergence"] > 0 and 0.1 < cost["macs"] < 0.3
     (line,) = (line for line in warnings if "blocks.1.mlp.fc1" in line)
     if name == "openvino":

@@ -55,7 +55,7 @@ def test_both_files_are_searched_verified_and_measured(finished: tuple[Any, worl
     assert result.passed
     verdicts = {check["name"]: check for check in result.report["verify"]["checks"]}
     for name in ("dense.onnx", "model.onnx"):
-        search = (read_sidecar(result.folder / name) or {})["islands_search"]
+        search = read_sidecar(result.folder / name)["islands_search"]
         assert search["chosen"] == [] and search["real"] and search["images"] == 64
         assert [note for note in progress.notes if note.startswith("fp16 with no layers in fp32: passed")]
         for kind in (*GATE, *(f"rounded.{kind}" for kind in GATE)):
@@ -179,7 +179,7 @@ def test_a_removed_file_is_exported_and_verified_again(structure: Path, tmp_path
     result, progress = world.run(tmp_path, **STRUCTURE)
     assert (folder / "model.onnx").read_bytes() == before and "model.onnx" in result.report["files"]
     assert [stage for stage in progress.stages if stage.startswith("Export")] == ["Export model.onnx"]
-    assert (read_sidecar(folder / "model.onnx") or {})["verified"] is True
+    assert read_sidecar(folder / "model.onnx")["verified"] is True
 
 
 @pytest.mark.parametrize("stem", ["model", "dense"])
@@ -195,7 +195,7 @@ def test_a_file_with_an_unknown_weight_is_moved_away(stem: str, structure: Path,
     assert f"weights.{name}" in failed and not any(one.startswith("agreement") for one in failed)
     assert (folder / "failed" / name).is_file() and not list(folder.glob(f"{name}*"))
     assert any(f"{name} does not match its model: moved to" in note and "left_over" in note for note in progress.notes)
-    known = read_sidecar(folder / "failed" / name) or {}
+    known = read_sidecar(folder / "failed" / name)
     assert (known["verified"], known["verification"]["verdict"]) == (False, "failed")
     assert "left_over" in rejected_exports(folder)[name]
 

@@ -187,7 +187,7 @@ def test_a_row_in_int8_has_the_accuracy_of_its_file(int8: tuple[Path, Path, dict
             *only,
         )
         precision = "fp32" if row["row"] in ("control", "random_2") else "int8"
-        assert read_sidecar(file)["precision"] == row["precision"] == precision  # type: ignore[index]
+        assert read_sidecar(file)["precision"] == row["precision"] == precision
     same = [(folder / f"{name}-seed0" / "model.safetensors").read_bytes() for name in ("random_2", "int8", "trained")]
     assert same[0] == same[1] != same[2]
     assert "flips (p)" in (folder / "study.md").read_text() and all(run["passed"] for run in result["runs"])

@@ -147,7 +147,7 @@ def test_a_model_is_trained_for_int8_with_bf16_elsewhere(tmp_path: Path) -> None
     files = RunFolder(tmp_path / "run")
     path = files.exported("model", ".xml")
     assert path.is_file(), output
-    written = json.loads((read_sidecar(path) or {})["metadata"]["quantization"])["ranges"]
+    written = json.loads(read_sidecar(path)["metadata"]["quantization"])["ranges"]
     assert written == {name: pytest.approx(value) for name, value in read_json(files.trained_ranges)["ranges"].items()}
     verdicts = {c["verdict"] for c in read_json(files.verification)["checks"] if "model.xml" in c["name"]}
     assert verdicts <= {"passed", "not_run"} and verdicts

@@ -125,7 +125,7 @@ def test_a_file_with_the_outputs_of_the_model_is_verified(folder: Path, format: 
     name = outcome.path.name
     names = {f"agreement.{name}.{kind}" for kind in ("flips", "kl", "cosine", "error")} | {f"weights.{name}"}
     assert names <= {check.name for check in outcome.checks}
-    sidecar = read_sidecar(outcome.path) or {}
+    sidecar = read_sidecar(outcome.path)
     assert sidecar["verified"] is True and sidecar["verification"]["verdict"] == "passed"
     assert {check["name"] for check in sidecar["verification"]["checks"]} == {check.name for check in outcome.checks}
     recorded = json.loads((folder / "verify.json").read_text())
@@ -144,7 +144,7 @@ def test_a_file_with_other_outputs_is_moved_away(folder: Path) -> None:
     assert outcome.verdict == "failed" and outcome.path == folder / "failed" / "model.xml"
     assert not list(folder.glob("model.xml*")) and not (folder / "model.bin").exists()
     assert {p.name for p in (folder / "failed").iterdir()} == {"model.xml", "model.bin", "model.xml.json"}
-    assert (read_sidecar(outcome.path) or {})["verified"] is False
+    assert read_sidecar(outcome.path)["verified"] is False
     assert json.loads((folder / "verify.json").read_text())["passed"] is False
 
 
@@ -157,7 +157,7 @@ def test_a_file_with_a_weight_that_is_not_the_models_is_moved_away(folder: Path)
     assert (outcome.verdict, failed) == ("failed", {"weights.model.onnx"})
     assert "left_over" in outcome.reason
     assert outcome.path == folder / "failed" / "model.onnx" and not list(folder.glob("model.onnx*"))
-    sidecar = read_sidecar(outcome.path) or {}
+    sidecar = read_sidecar(outcome.path)
     assert (sidecar["verified"], sidecar["verification"]["verdict"]) == (False, "failed")
     recorded = json.loads((folder / "verify.json").read_text())
     assert {c["name"] for c in recorded["checks"] if not c["passed"]} == failed and recorded["passed"] is False
@@ -173,7 +173,7 @@ def test_a_file_that_cannot_run_here_is_not_run(folder: Path, capsys: pytest.Cap
         assert (result["verdict"], result["verified"]) == ("not_run", False)
         (check,) = (check for check in result["checks"] if check["verdict"] == "not_run")
         assert "bf16" in check["detail"] and check["command"].startswith("vitcompress verify")
-    assert (read_sidecar(folder / "model-bf16.onnx") or {})["verified"] is False
+    assert read_sidecar(folder / "model-bf16.onnx")["verified"] is False
     with pytest.raises(DeviceError, match="bf16"):
         open_runner(folder / "model-bf16.onnx")
 
@@ -272,7 +272,7 @@ def test_a_folder_is_checked_with_all_its_files(folder: Path) -> None:
     assert {"agreement.model.onnx.flips", "agreement.model.xml.error"} <= names
     assert verification.passed
     assert {"weights.model.onnx", "weights.model.xml", "model.xml.file"} <= names
-    assert (read_sidecar(folder / "model.onnx") or {})["verified"] is True
+    assert read_sidecar(folder / "model.onnx")["verified"] is True
 
 
 def test_a_file_of_any_name_is_checked_with_its_folder(folder: Path) -> None:
@@ -281,7 +281,7 @@ def test_a_file_of_any_name_is_checked_with_its_folder(folder: Path) -> None:
     names = {"agreement.edge.onnx.error", "weights.edge.onnx", "onnx.edge.idle", "onnx.edge.file"}
     verification = verify_folder(folder, IMAGES)
     assert verification.passed and names <= {check.name for check in verification.checks if check.verdict == "passed"}
-    assert (read_sidecar(folder / "edge.onnx") or {})["verified"] is True
+    assert read_sidecar(folder / "edge.onnx")["verified"] is True
     add_unused_weight(folder / "edge.onnx")
     failed = {check.name for check in verify_folder(folder, IMAGES).checks if check.verdict == "failed"}
     assert "weights.edge.onnx" in failed and not any("notes" in name for name in failed)

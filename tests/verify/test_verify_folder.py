@@ -242,7 +242,7 @@ def edit_metadata(path: Path, sidecar: str, **values: object) -> None:
     if sidecar == "gone":
         sidecar_path(path).unlink()
         return
-    known = read_sidecar(path) or {}
+    known = read_sidecar(path)
     new = {"metadata": {**known["metadata"], **{k: json.dumps(v) for k, v in values.items()}}}
     digest = file_sha256(path)
     amend_sidecar(path, sha256=digest, files={path.name: digest}, **(new if sidecar == "rewritten" else {}))

@@ -207,8 +207,8 @@ def export_models(job: Job) -> None:
 
 def _is_complete(target: Target) -> bool:
     """Whether the file exists with a complete sidecar."""
-    sidecar = read_sidecar(target.path) if target.path.is_file() else None
-    return sidecar is not None and (AUTO not in target.options.islands or bool(sidecar["islands_search"]))
+    sidecar = read_sidecar(target.path) if target.path.is_file() else {}
+    return bool(sidecar) and (AUTO not in target.options.islands or bool(sidecar["islands_search"]))
 
 
 def _export_target(job: Job, target: Target, traces: dict[Any, Any]) -> None:
@@ -249,7 +249,7 @@ def quarantine_failed(job: Job) -> None:
     """Move each exported file that failed a check away, and record why."""
     for path in (target.path for target in _existing(job)):
         try:
-            checks = ((read_sidecar(path) or {}).get("verification") or {}).get("checks", ())
+            checks = (read_sidecar(path).get("verification") or {}).get("checks", ())
             failed = [f"{check['name']}: {check['detail']}" for check in checks if check["verdict"] == "failed"]
         except ArtifactError as error:
             failed = [error.message]
@@ -280,7 +280,7 @@ def runnable_files(job: Job, model: Model) -> dict[str, tuple[Path, str | None]]
 def describe_fp32_layers(job: Job) -> Iterator[str]:
     """One sentence for each exported file with searched fp32 layers."""
     for path in (target.path for target in _existing(job)):
-        if result := (read_sidecar(path) or {}).get("islands_search"):
+        if result := read_sidecar(path).get("islands_search"):
             proxy = ", which is a proxy for the GPU" if result["proxy"] else ""
             layers, count = ", ".join(result["chosen"]) or "nothing", len(result["tries"])
             yield f"{path.name} keeps {layers} in fp32. Sets tried: {count}, evaluated by {result['judge']}{proxy}."

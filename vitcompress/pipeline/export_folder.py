@@ -193,7 +193,7 @@ def sign_artifact(path: Path, key: Any) -> Path:
         verified = read_json(files.verification) if files.verification.is_file() else {}
     else:
         check_sha256(path)
-        data = read_sidecar(path) or {}
+        data = read_sidecar(path)
         verified = data.get("verification") or {}
     metadata, source = decode_json_values(data.get("metadata", {})), data.get("source")
     sources = {"plan": data.get("plan_sha256") or metadata.get("plan_sha256") or ""}

@@ -179,7 +179,7 @@ def file_status(path: Path, checks: Sequence[Check]) -> Status:
 def record_status(path: Path, checks: Sequence[Check]) -> Status:
     """Write into the sidecar of `path`, if it has one that is not signed, its status and checks. Returns the status."""
     status = file_status(path, checks)
-    if read_sidecar(path) is not None and not signed_files.get():
+    if read_sidecar(path) and not signed_files.get():
         verification = {"verdict": status, "checks": [check.to_dict() for check in checks]}
         amend_sidecar(path, verified=status == "passed", verification=verification)
     return status

@@ -319,7 +319,7 @@ def _arithmetic_checks(
 
 def _quantization(path: Path) -> Quantization | None:
     """The record `quantization` in the metadata of a file and its sidecar; None for other files."""
-    return read_quantization(_metadata(path) or decode_json_values((read_sidecar(path) or {}).get("metadata", {})))
+    return read_quantization(_metadata(path) or decode_json_values(read_sidecar(path).get("metadata", {})))
 
 
 def _call_checks(
@@ -356,7 +356,7 @@ def _batches(path: Path, original: Original, runner: Runner) -> tuple[int, ...]:
     """
     most = min(len(original.images), LARGEST_BATCH)
     batch_range = runner.describe().get("batch_range")
-    if batch_range is None and (built := (read_sidecar(path) or {}).get("build", {}).get("batch")):
+    if batch_range is None and (built := read_sidecar(path).get("build", {}).get("batch")):
         limit = max(WORK // count_cost(original.model, runner.input_size).macs, 1)
         batch_range = [min(images, limit) for images in built]
     low, best, high = batch_range or (1, most, most)
