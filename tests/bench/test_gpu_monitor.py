@@ -114,7 +114,7 @@ def test_process_numbers_of_another_namespace_are_ignored() -> None:
 def test_energy_counts_every_image_of_a_block() -> None:
     counter = iter(float(i) for i in range(1000))
     (samples,) = measure(
-        [Target("a", lambda: None)], Protocol("p", batch=4, warmup=0, runs=20), None, lambda: next(counter)
+        [Target("a", lambda: None)], Protocol("p", batch=4, warmup=0, runs=20), joules=lambda: next(counter)
     )
     assert samples.joules == len(samples.blocks_ms) == 20  # one joule between two readings
     assert samples.images_per_joule is None  # blocks far below what a counter resolves

@@ -171,10 +171,8 @@ def find_difference(model: nn.Module, other: nn.Module) -> str:
 def _structure(model: nn.Module) -> dict[str, str]:
     """Types and settings of modules, but of those that only drop values while training, and shapes of all tensors."""
     named, drops = model.named_modules(remove_duplicate=False), (nn.Identity, DropPath, PatchDropout, nn.Dropout)
-    modules = {
-        n: "" if isinstance(m, drops) else f"{getattr(m, 'replaces', type(m))} {m.extra_repr()}" for n, m in named
-    }
-    return modules | {name: str(tuple(tensor.shape)) for name, tensor in model.state_dict().items()}
+    types = {n: "" if isinstance(m, drops) else f"{getattr(m, 'replaces', type(m))} {m.extra_repr()}" for n, m in named}
+    return types | {name: str(tuple(tensor.shape)) for name, tensor in model.state_dict().items()}
 
 
 def with_class_names(args: Mapping[str, object], names: Sequence[str]) -> dict[str, object]:

@@ -81,8 +81,7 @@ def sliced_shapes(before: Shapes, dense: nn.Module, family: Family, plan: Plan) 
 
 def _removed_modules(family: Family, sites: tuple[Site, ...], plan: Plan) -> Iterator[str]:
     """Paths of modules without any remaining tensor."""
-    scales = set(plan.folded) - {site.name for site in sites}
-    yield from scales
+    yield from set(plan.folded) - {site.name for site in sites}  # LayerScales
     for site in sites:
         if site.name not in plan.removed:
             continue
