@@ -1,5 +1,7 @@
 """The accuracy predictor against the two data sets that the HetDPT paper prints: appendix listing and Table 10."""
 
+from functools import partial
+
 import pytest
 
 from vitcompress.errors import PlanError
@@ -64,6 +66,13 @@ def exact(points):
     return [Row(round(a * 12) / 12, round(t * 12) / 12, y) for a, t, y in points]
 
 
+def macs(attention, activation):
+    """Of DeiT-B, relative to the dense model: an activation takes more of them with it than an attention."""
+    width, tokens = 768, 198
+    return -tokens * (attention * (4 * width**2 + 2 * tokens * width) + activation * 7 * width**2)
+
+
+allocate = partial(allocate_budget, cost=macs)
 A, B = printed(LISTING), printed(TABLE_10)
 DATA = {"A printed": A, "A exact": exact(LISTING), "B printed": B, "B exact": exact(TABLE_10)}
 
@@ -81,7 +90,7 @@ def test_leave_two_out_errors(name, errors):
     for degree, (mae, rmse) in enumerate(errors, start=1):
         validation = validate(DATA[name], degree)
         assert (validation.mae, validation.rmse) == pytest.approx((mae, rmse), abs=1e-4)
-    assert allocate_budget(DATA[name], LAYERS, 8).polynomial.degree == 2
+    assert allocate(DATA[name], LAYERS, 8).polynomial.degree == 2
 
 
 @pytest.mark.parametrize(
@@ -94,11 +103,11 @@ def test_leave_two_out_errors(name, errors):
     ],
 )
 def test_coefficients_of_degree_two(name, coefficients):
-    assert allocate_budget(DATA[name], LAYERS, 8).polynomial.coefficients == pytest.approx(coefficients, abs=1e-6)
+    assert allocate(DATA[name], LAYERS, 8).polynomial.coefficients == pytest.approx(coefficients, abs=1e-6)
 
 
 def test_rank_deficient_degrees_are_not_eligible():
-    ranks = {v.degree: v.full_rank for v in allocate_budget(A, LAYERS, 8).degrees}
+    ranks = {v.degree: v.full_rank for v in allocate(A, LAYERS, 8).degrees}
     assert ranks == {1: True, 2: True, 3: False, 4: False}
 
 
@@ -121,7 +130,7 @@ def test_rank_deficient_degrees_are_not_eligible():
 )
 @pytest.mark.parametrize("least", [0, 1])
 def test_splits_without_tie_break(name, budget, split, prediction, least):
-    allocation = allocate_budget(DATA[name], LAYERS, budget, min_pruned_per_type=least, tie_break="none")
+    allocation = allocate(DATA[name], LAYERS, budget, min_pruned_per_type=least, tie_break="none")
     assert allocation.chosen == allocation.best == split
     predicted = {(s.attention, s.activation): s.prediction for s in allocation.splits}
     assert predicted[split] == pytest.approx(prediction, abs=1e-3)
@@ -137,14 +146,8 @@ def test_splits_without_tie_break(name, budget, split, prediction, least):
     ],
 )
 def test_ties_go_to_the_faster_model(rows, budget, best, chosen):
-    width, tokens = 768, 198
-
-    def macs(attention, activation):
-        return -tokens * (attention * (4 * width**2 + 2 * tokens * width) + activation * 7 * width**2)
-
-    allocation = allocate_budget(rows, LAYERS, budget, cost=macs)
+    allocation = allocate(rows, LAYERS, budget)
     assert (allocation.best, allocation.chosen, allocation.tie) == (best, chosen, best != chosen)
-    assert allocate_budget(rows, LAYERS, budget).chosen == chosen, "without a cost, more activations count as faster"
 
 
 def test_the_measured_cost_decides_a_tie():
@@ -152,11 +155,11 @@ def test_the_measured_cost_decides_a_tie():
 
 
 def test_predictions_along_the_budget_lines():
-    eight = {s.attention: s.prediction for s in allocate_budget(A, LAYERS, 8, min_pruned_per_type=0).splits}
+    eight = {s.attention: s.prediction for s in allocate(A, LAYERS, 8, min_pruned_per_type=0).splits}
     assert [eight[n] for n in range(9)] == pytest.approx(
         [71.56, 72.64, 73.40, 73.83, 73.95, 73.74, 73.21, 72.36, 71.18], abs=0.006
     )
-    ten = {s.attention: s.prediction for s in allocate_budget(A, LAYERS, 10, min_pruned_per_type=0).splits}
+    ten = {s.attention: s.prediction for s in allocate(A, LAYERS, 10, min_pruned_per_type=0).splits}
     assert [ten[n] for n in range(11)] == pytest.approx(
         [67.38, 68.67, 69.63, 70.28, 70.599, 70.600, 70.28, 69.64, 68.67, 67.39, 65.78], abs=0.006
     )
@@ -173,14 +176,14 @@ def test_predictions_along_the_budget_lines():
 )
 def test_jackknife_winners(rows, budget, counts):
     assert sum(counts.values()) == len(rows) * (len(rows) - 1) / 2, "each pair of rows is left out once"
-    shares = {(s.attention, s.activation): s.jackknife for s in allocate_budget(rows, LAYERS, budget).splits}
+    shares = {(s.attention, s.activation): s.jackknife for s in allocate(rows, LAYERS, budget).splits}
     assert {s: share for s, share in shares.items() if share} == pytest.approx(
         {s: n / sum(counts.values()) for s, n in counts.items()}
     )
 
 
 def test_near_ties_lie_within_the_cross_validation_error():
-    allocation = allocate_budget(A, LAYERS, 8)
+    allocation = allocate(A, LAYERS, 8)
     near = {(s.attention, s.activation) for s in allocation.splits if s.near_tie}
     assert near == {(4, 4), (3, 5), (5, 3)}
     assert allocation.margin == pytest.approx(73.95 - 73.83, abs=0.01)
@@ -189,7 +192,7 @@ def test_near_ties_lie_within_the_cross_validation_error():
 def test_splits_keep_one_layer_of_each_type():
     assert [12 - n for n, _ in feasible_splits(LAYERS, 8, 1)] == list(range(5, 12))
     assert [12 - n for n, _ in feasible_splits(LAYERS, 10, 1)] == list(range(3, 12))
-    assert feasible_splits((2, 6), 5) == [(1, 4), (0, 5)]
+    assert feasible_splits((2, 6), 5, 0) == [(1, 4), (0, 5)]
 
 
 @pytest.mark.parametrize(
@@ -225,8 +228,8 @@ def _splits_exist(layers, budget, least):
 def test_few_rows():
     """Too few rows for full rank in every fold still give a split, marked as such; fewer than four are an error."""
     rows = [Row(1, 1, 90), Row(0.5, 1, 80), Row(1, 0.5, 70), Row(0.5, 0.5, 60)]
-    allocation = allocate_budget(rows, (4, 4), 2, min_pruned_per_type=0)
+    allocation = allocate(rows, (4, 4), 2, min_pruned_per_type=0)
     assert allocation.best == (2, 0)
     assert not any(v.full_rank for v in allocation.degrees)
     with pytest.raises(PlanError, match="at least 4"):
-        allocate_budget(rows[:3], (4, 4), 2)
+        allocate(rows[:3], (4, 4), 2)

@@ -99,7 +99,7 @@ def validate(rows: Sequence[Row], degree: int) -> Validation:
     return Validation(degree, float(np.abs(errors).mean()), float(np.sqrt((errors**2).mean())), full_rank)
 
 
-def feasible_splits(layers: tuple[int, int], budget: int, min_pruned_per_type: int = 0) -> list[tuple[int, int]]:
+def feasible_splits(layers: tuple[int, int], budget: int, min_pruned_per_type: int) -> list[tuple[int, int]]:
     """All (pruned attention, pruned activation) that spend `budget` and leave at least one layer of each type.
 
     Most pruned attention first, the order of the paper's listing. Raises PlanError when there is none.
@@ -132,14 +132,12 @@ def allocate_budget(
     *,
     min_pruned_per_type: int = 1,
     tie_break: TieBreak = "faster",
-    cost: Callable[[int, int], float] | None = None,
+    cost: Callable[[int, int], float],
 ) -> Allocation:
     """Fit, choose the degree, search the budget line, break ties.
 
     layers: number of attention and activation layers that the ratios count in. cost: of the model with (pruned
-    attention, pruned activation), in any unit (MACs, milliseconds); without it `faster` prefers pruned activations,
-    which take more multiplications with them (7 D^2 against 4 D^2 + 2 N D per token and ratio 4). Raises PlanError
-    for fewer than 4 rows.
+    attention, pruned activation), in any unit (MACs, milliseconds). Raises PlanError for fewer than 4 rows.
     """
     if len(rows) < FEWEST_ROWS:
         raise PlanError(f"the accuracy predictor needs at least {FEWEST_ROWS} measured rows, got {len(rows)}")
@@ -152,8 +150,7 @@ def allocate_budget(
     best = int(np.argmax(predicted))
     gaps = predicted[best] - predicted
     tied = [s for s, gap in zip(candidates, gaps, strict=True) if gap < TIE_SHARE * validation.rmse] or candidates[:1]
-    by_cost = cost or (lambda attention, activation: -float(activation))
-    chosen = min(tied, key=lambda s: by_cost(*s)) if tie_break == "faster" and len(tied) > 1 else candidates[best]
+    chosen = min(tied, key=lambda s: cost(*s)) if tie_break == "faster" and len(tied) > 1 else candidates[best]
     fits = (coefficients for _, coefficients, _ in _folds(rows, validation.degree))
     wins = Counter(int(np.argmax(_predict(fit, candidates, layers, validation.degree))) for fit in fits)
     splits = tuple(
