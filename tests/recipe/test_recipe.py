@@ -293,7 +293,7 @@ def test_a_teacher_is_used_unless_distillation_is_none(file: Path) -> None:
         ("data.path=mine", '"imagefolder"'),
         ("data.train_split=train", '"imagefolder"'),
         ("data.test_split=validation", '"imagefolder"'),
-        ("finetune.teacher_weights=mine.pth", "expected a timm name"),
+        ("finetune.teacher_weights=mine.pth", "to a timm name"),
     ],
 )
 def test_files_that_a_recipe_would_not_read_are_a_problem(file: Path, assignment: str, remedy: str) -> None:

@@ -140,8 +140,7 @@ def _contradictions(recipe: Recipe) -> list[str]:
     if finetune.distillation != "none" and finetune.teacher is None:
         problems.append('finetune.teacher   distillation needs a teacher: "dense", a timm name, or a run folder')
     if finetune.teacher_weights is not None and finetune.teacher in (None, "dense"):
-        text = f"has no effect: finetune.teacher is {finetune.teacher or 'not set'}, expected a timm name"
-        problems.append(f"finetune.teacher_weights   {text}")
+        problems.append("finetune.teacher_weights   has no effect: set finetune.teacher to a timm name")
     if dense is not None and dense.distillation != "none":
         problems.append(f'dense.distillation   got {dense.distillation!r}, the dense model has no teacher: use "none"')
     if recipe.quantize != QuantizeTable() and not (recipe.quantize.epochs and recipe.export.eight_bits):

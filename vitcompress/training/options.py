@@ -19,7 +19,8 @@ _SOURCES = (
 POLICY = Matching(r"^((original|v0)r?|3a|rand|augmix)(-(inc|mmax|[a-z])\d{1,2}(\.\d+)?|-mstd[\d.]+)*$")
 Share = Annotated[float, Ge(0), Le(1)]
 Fraction = Annotated[float, Ge(0), Lt(1)]
-Area, Aspect = Annotated[float, Gt(0), Le(1)], Annotated[float, Gt(0)]
+Area = Annotated[float, Gt(0), Le(1)]
+Aspect = Annotated[float, Gt(0)]
 Distillation = Literal["none", "hard", "soft", "soft_patch", "features"]
 
 
