@@ -134,12 +134,13 @@ def _decodes(node: Any, named: Mapping[str, Any]) -> bool:
 
 def _dequantize(node: Any, named: Mapping[str, Any], folder: Path) -> tuple[np.ndarray, np.ndarray]:
     """The values that DequantizeLinear, or Cast from fp16, gives a tensor, and half the distances between them."""
-    stored, *scales = (_read_array(named[name], folder) for name in node.input[:2])
-    scale = scales[0] if scales else np.array(1.0)
-    if scale.ndim:
-        axis = next((a.i for a in node.attribute if a.name == "axis"), 1)
-        scale = scale.reshape([-1 if number == axis % stored.ndim else 1 for number in range(stored.ndim)])
-    return represented_values(stored, scale)
+    stored, *others = (_read_array(named[name], folder) for name in node.input)
+    axis = next((a.i for a in node.attribute if a.name == "axis"), 1)
+    shape = [-1 if number == axis % stored.ndim else 1 for number in range(stored.ndim)]
+    fitted = (values.astype(np.float64).reshape(shape if values.ndim else []) for values in others)
+    scale, zero = (*fitted, np.array(1.0), 0.0)[:2]
+    values, half = represented_values(stored, scale)
+    return values - zero * scale, half
 
 
 def represented_values(stored: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -366,6 +366,24 @@ def test_a_weight_beyond_the_range_of_fp16_stays_in_fp32(tmp_path: Path) -> None
     assert types["patch_embed.proj.weight"] == onnx.TensorProto.FLOAT and _problems(wide, done.path) == ()
 
 
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+@pytest.mark.parametrize("part", ["scale", "zero point"])
+def test_another_scale_or_zero_point_of_a_weight_is_a_problem(tmp_path: Path, precision: str, part: str) -> None:
+    done = write(tmp_path, precision=precision)
+    assert _problems(model(), done.path) == ()
+    wrong = onnx.load(str(done.path))
+    named = {tensor.name: tensor for tensor in wrong.graph.initializer}
+    weights = (n for n in wrong.graph.node if n.op_type == "DequantizeLinear" and "fc1.weight" in n.input[0])
+    tensor = named[next(weights).input[{"scale": 1, "zero point": 2}[part]]]
+    values = onnx.numpy_helper.to_array(tensor)
+    changed = (values.astype(np.float32) * 1.1 if part == "scale" else values.astype(np.float32) + 4).astype(
+        values.dtype
+    )
+    tensor.CopyFrom(onnx.numpy_helper.from_array(changed, tensor.name))
+    onnx.save(wrong, str(done.path))
+    assert any("fc1.weight" in problem for problem in _problems(model(), done.path))
+
+
 def _problems(source: nn.Module, path: Path) -> tuple[str, ...]:
     contents = EXPORTERS["onnx"].contents(path)  # type: ignore[misc]
     return compare_tensors(exported_module(source, contents.metadata), contents).problems

@@ -131,8 +131,7 @@ def _contradictions(recipe: Recipe) -> list[str]:
     problems, dense, finetune = [], recipe.dense, recipe.finetune
     places = ("path", "train_split", "test_split")
     if recipe.data.source in BUILT_IN and (wrong := [name for name in places if getattr(recipe.data, name)]):
-        remedy = 'set it to "imagefolder" or "timm:NAME"'
-        problems.append(f"data.{wrong[0]}   has no effect: data.source is {recipe.data.source!r}, {remedy}")
+        problems.append(f"data.{wrong[0]}   has no effect on {recipe.data.source}: set data.source, as in imagefolder")
     if recipe.model.weights == "train" and dense is None:
         problems.append('dense   model.weights = "train" needs a [dense] table with the training options')
     if recipe.model.weights != "train" and dense is not None:
