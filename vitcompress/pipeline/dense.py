@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from vitcompress.errors import CheckFailedError, InputError, WeightsError
+from vitcompress.errors import CheckFailedError, DataError, InputError, WeightsError
 from vitcompress.io.files import read_json, write_json
 from vitcompress.io.manifest import check_unchanged, read_manifest, write_manifest
 from vitcompress.io.run_folder import RunFolder
@@ -55,8 +55,12 @@ def recorded_source(job: Job) -> dict[str, str]:
 
 
 def check_source(job: Job) -> None:
-    """Raise InputError if the dense model was changed, or the weights of the recipe are no longer those it is from."""
+    """Raise InputError if the dense model was changed, or weights or images are no longer those that it is from."""
     check_unchanged(job.dense_folder)
+    images = (read_manifest(job.dense_folder) or {}).get("images")
+    if images and job.data is not None and images != job.data.digest:
+        message = f"the images or labels of {job.data.name} are not those that {job.dense_folder} was created with"
+        raise DataError(message, hint="use those of then, or remove this folder and start over with --fresh")
     before, weights = recorded_source(job), job.resolved.weights
     if before and job.weights_problem is None and weights != "hub":  # which may need a network
         now = read_source(weights, job.base.arch)
@@ -73,9 +77,8 @@ def load_dense(job: Job) -> nn.Module:
 
 def _create_dense(job: Job) -> nn.Module:
     table, seed = job.recipe.model, job.recipe.run.seed
-    arch, args = job.base.arch, job.base.arch_args
     weights = "random" if table.weights == "train" else job.resolved.weights
-    model = create_model(arch, args, weights, seed=seed, new_head=table.new_head)
+    model = create_model(job.base.arch, job.base.arch_args, weights, seed=seed, new_head=table.new_head)
     if table.weights == "random" and job.options.structure_only:
         randomize_constants(model, seed)  # the checks need values other than the zeros of an untrained model
     if part := job.resolved.part:
@@ -147,8 +150,9 @@ def check_dense(job: Job) -> None:
 
 
 def has_dense(job: Job) -> bool:
-    """Whether an interrupted run has left the dense model, so that its weights are not needed again."""
-    return RunFolder(job.dense_folder).plan.is_file() and not job.options.fresh
+    """Whether another run or an interrupted one has left the dense model, so that its weights are not needed again."""
+    removed = job.options.fresh and job.dense_folder.is_relative_to(job.folder)
+    return RunFolder(job.dense_folder).plan.is_file() and not removed
 
 
 def preview_dense(job: Job) -> Accuracy:

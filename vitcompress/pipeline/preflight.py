@@ -7,11 +7,10 @@ from functools import partial
 import torch
 
 from vitcompress.bench import timing
-from vitcompress.errors import DataError, InputError, OutputError
+from vitcompress.errors import InputError, OutputError
 from vitcompress.exporters.options import AUTO
 from vitcompress.exporters.precision import expand_layers
 from vitcompress.exporters.runtimes import available_exporter, find_exporter
-from vitcompress.io.manifest import read_manifest
 from vitcompress.io.progress import Progress
 from vitcompress.models.create import create_model
 from vitcompress.models.source import list_by_source
@@ -51,7 +50,7 @@ def prepare(
 def list_checks(job: Job, *, dry: bool = False, opened: bool = True) -> Iterator[Callable[[], object]]:
     """All checks, in order. dry: they download nothing and measure nothing. opened: the number of classes is known."""
     bench = job.recipe.bench
-    yield from (partial(check, job) for check in (check_exports, check_training, check_expect, check_data, check_room))
+    yield from (partial(check, job) for check in (check_exports, check_training, check_expect, check_room))
     yield partial(timing.protocol, bench.protocol, **bench.changes)
     yield partial(check_writable, job.dense_folder)
     yield partial(check_weights, job, download=not dry)
@@ -114,16 +113,6 @@ def check_training(job: Job) -> None:
             "the best epoch may be one that still has them",
             hint="set finetune.select = 'last'",
         )
-
-
-def check_data(job: Job) -> None:
-    """Raise DataError if the dense model of the run so far was created with other images."""
-    folder, inside = job.dense_folder, job.dense_folder.is_relative_to(job.folder)
-    before = None if inside and job.options.fresh else (read_manifest(folder) or {}).get("images")
-    if before and job.data is not None and before != job.data.digest:
-        message = f"the images or labels of {job.data.name} are not those that {folder} was created with"
-        remedy = "start over with --fresh" if inside else "remove this folder and start over with --fresh"
-        raise DataError(message, hint=f"{remedy}, or use the images of then")
 
 
 def check_room(job: Job) -> None:
