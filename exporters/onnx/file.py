@@ -138,7 +138,7 @@ def _dequantize(node: Any, named: Mapping[str, Any], folder: Path) -> tuple[np.n
     axis = next((a.i for a in node.attribute if a.name == "axis"), 1)
     shape = [-1 if number == axis % stored.ndim else 1 for number in range(stored.ndim)]
     fitted = (values.astype(np.float64).reshape(shape if values.ndim else []) for values in others)
-    scale, zero = (*fitted, np.array(1.0), 0.0)[:2]
+    scale, zero = [*fitted, np.array(1.0), np.array(0.0)][:2]
     values, half = represented_values(stored, scale)
     return values - zero * scale, half
 
