@@ -17,6 +17,7 @@ from onnx import numpy_helper
 
 from vitcompress.errors import ArtifactError
 from vitcompress.exporters.base import Contents, Stored
+from vitcompress.io.text import format_shape
 
 IDLE = ("Identity", "Dropout")
 PRODUCTS = ("MatMul", "Gemm", "Conv")
@@ -38,7 +39,6 @@ class Facts:
     weights: tuple[tuple[int, ...], ...]
     no_work: tuple[str, ...]
     zero_products: tuple[str, ...]
-    metadata: dict[str, str]
 
 
 def read_onnx(path: Path) -> Any:
@@ -59,6 +59,9 @@ def read_onnx(path: Path) -> Any:
     except (DecodeError, ValueError, OSError) as error:
         raise ArtifactError(f"{path} is not an ONNX file: {error}", hint="copy or export it again") from None
     for tensor in tensors(model):
+        if tensor.data_type not in onnx.TensorProto.DataType.values():
+            message = f"{path} stores the tensor {tensor.name:.60} in the type {tensor.data_type}, which is unknown"
+            raise ArtifactError(message, hint="copy or export it again")
         _check_location(path, tensor)
     return model
 
@@ -126,8 +129,8 @@ def read_contents(path: Path) -> Contents:
 
 
 def _decodes(node: Any, named: Mapping[str, Any]) -> bool:
-    """Whether `node` makes values of a stored tensor that has fewer bits."""
-    stored = named.get(node.input[0])
+    """Whether `node` makes values of a stored tensor that has fewer bits, with a scale that is stored, too."""
+    stored = named.get(node.input[0]) if named.keys() >= {*node.input[:2]} else None
     half = stored is not None and stored.data_type == onnx.TensorProto.FLOAT16
     return stored is not None and (node.op_type == "DequantizeLinear" or (node.op_type == "Cast" and half))
 
@@ -136,6 +139,9 @@ def _dequantize(node: Any, named: Mapping[str, Any], folder: Path) -> tuple[np.n
     """The values that DequantizeLinear, or Cast from fp16, gives a tensor, and half the distances between them."""
     stored, *others = (_read_array(named[name], folder) for name in node.input)
     axis = next((a.i for a in node.attribute if a.name == "axis"), 1)
+    if any(values.shape not in ((), (1,), stored.shape[axis:][:1]) for values in others):
+        message = f"the scale of {node.input[0]} does not fit its shape {format_shape(stored.shape)}"
+        raise ArtifactError(message, hint="copy or export the file again")
     shape = [-1 if number == axis % stored.ndim else 1 for number in range(stored.ndim)]
     fitted = (values.astype(np.float64).reshape(shape if values.ndim else []) for values in others)
     scale, zero = [*fitted, np.array(1.0), np.array(0.0)][:2]
@@ -167,7 +173,7 @@ def _read_array(tensor: Any, folder: Path) -> np.ndarray:
 
 def graph_facts(path: Path) -> Facts:
     """Facts about the graph of `path`. Raises ArtifactError like `read_onnx`."""
-    model = read_onnx(path)
+    read_onnx(path)
     nodes = list(onnx_ir.load(path).graph)
     operands = (node.inputs[1] for node in nodes if node.op_type in PRODUCTS and node.inputs[1])
     weights = (_source(value).const_value for value in operands)
@@ -178,7 +184,6 @@ def graph_facts(path: Path) -> Facts:
         weights=tuple(sorted(weight_key(weight.shape.numpy()) for weight in weights if weight is not None)),
         no_work=tuple(node.name or node.op_type for node in nodes if node.op_type in IDLE or node in empty_pads),
         zero_products=tuple(str(node.name or value.name) for node, value in factors if value and is_zero(value)),
-        metadata=metadata(model),
     )
 
 

@@ -18,7 +18,7 @@ from vitcompress import surgery
 from vitcompress.errors import InputError, OutputError, PrecisionError
 from vitcompress.exporters.onnx import export as onnx_export
 from vitcompress.exporters.onnx.export import export
-from vitcompress.exporters.onnx.file import graph_facts
+from vitcompress.exporters.onnx.file import graph_facts, metadata, read_onnx
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.runtimes import EXPORTERS
 from vitcompress.io.files import file_sha256
@@ -154,7 +154,7 @@ def test_a_pad_that_adds_nothing_is_noticed(tmp_path: Path, monkeypatch: pytest.
 
 def test_metadata_describe_the_file(file: Callable[..., Path]) -> None:
     path = file(dense, "plain")
-    stored = {key: json.loads(value) for key, value in graph_facts(path).metadata.items()}
+    stored = {key: json.loads(value) for key, value in metadata(read_onnx(path)).items()}
     assert stored["classes"] == list(CLASSES)
     assert stored["size"] == [3, 8, 8]
     assert (stored["plan_sha256"], stored["precision"]) == ("ab12", "fp32")
@@ -172,7 +172,7 @@ def test_the_same_model_gives_the_same_bytes_and_is_unchanged(tmp_path: Path) ->
     first = export(model, tmp_path / "a.onnx", input=input_config(model), options=half)
     assert first.sha256 == export(model, tmp_path / "b.onnx", input=input_config(model), options=half).sha256
     assert first.sha256 == file_sha256(first.path)
-    assert json.loads(graph_facts(first.path).metadata["classes"]) == ["0", "1", "2", "3", "4"]  # without class names
+    assert json.loads(metadata(read_onnx(first.path))["classes"]) == ["0", "1", "2", "3", "4"]  # without class names
     assert model.training
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 

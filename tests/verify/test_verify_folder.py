@@ -206,7 +206,7 @@ def test_without_images_noise_is_used(folder: Path) -> None:
 def test_another_model_instead_of_the_onnx_file_fails(folder: Path) -> None:
     (folder / "dense.onnx").replace(folder / "model.onnx")
     failing = {name for name, verdict in verdicts(list(verify_folder(folder).checks)).items() if verdict == "failed"}
-    assert failing >= {"onnx.shapes", "onnx.layers", "onnx.file", "onnx.plan", "agreement.model.onnx"}
+    assert failing >= {"onnx.shapes", "onnx.layers", "onnx.file", "onnx.metadata", "agreement.model.onnx"}
 
 
 @pytest.mark.parametrize(
@@ -276,6 +276,33 @@ def test_preprocessing_and_classes_of_a_file_are_those_of_the_run(
     assert checks[f"{label}.file"].verdict == ("failed" if sidecar == "gone" else "passed")
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("layout", "NHWC", "layout is 'NCHW' in model.onnx, not 'NHWC'"),
+        ("plan_sha256", "0" * 64, "plan_sha256 is '000"),
+    ],
+)
+def test_a_sidecar_states_what_its_file_states(key: str, value: str, says: str, folder: Path) -> None:
+    known = read_sidecar(folder / "model.onnx") or {}
+    amend_sidecar(folder / "model.onnx", metadata={**known["metadata"], key: json.dumps(value)})
+    (failed,) = (check for check in verify_folder(folder).checks if check.verdict == "failed")
+    assert failed.name == "onnx.metadata" and says in failed.detail
+
+
+def test_an_engine_of_another_plan_fails(folder: Path) -> None:
+    """Without a GPU nothing but its sidecar shows that it is of another run."""
+    engine, known = folder / "model.engine", read_sidecar(folder / "model.onnx") or {}
+    engine.write_bytes(b"x")
+    digest = file_sha256(engine)
+    about = {"path": engine.name, "format": "trt", "sha256": digest, "files": {engine.name: digest}}
+    for plan, verdict in ((known["metadata"]["plan_sha256"], "passed"), (json.dumps("0" * 64), "failed")):
+        metadata = {**known["metadata"], "plan_sha256": plan}
+        sidecar_path(engine).write_text(json.dumps({**known, **about, "metadata": metadata}))
+        checks = {check.name: check.verdict for check in verify_folder(folder).checks}
+        assert checks["model.engine.metadata"] == verdict
+
+
 def test_a_file_without_a_sidecar_fails(folder: Path) -> None:
     sidecar_path(folder / "model.onnx").unlink()
     failed = [check for check in verify_folder(folder).checks if check.verdict == "failed"]
@@ -285,7 +312,7 @@ def test_a_file_without_a_sidecar_fails(folder: Path) -> None:
 def test_another_model_instead_of_the_dense_onnx_file_fails(folder: Path) -> None:
     shutil.copy(folder / "model.onnx", folder / "dense.onnx")
     failing = {name for name, verdict in verdicts(list(verify_folder(folder).checks)).items() if verdict == "failed"}
-    assert failing >= {"onnx.dense.shapes", "onnx.dense.file", "onnx.dense.plan", "agreement.dense.onnx"}
+    assert failing >= {"onnx.dense.shapes", "onnx.dense.file", "onnx.dense.metadata", "agreement.dense.onnx"}
     assert not any("model.onnx" in name for name in failing)
 
 

@@ -16,7 +16,7 @@ from vitcompress.exporters.onnx.export import export
 from vitcompress.io.checks import Check
 from vitcompress.models.create import input_config
 from vitcompress.plan import Plan
-from vitcompress.verify.files import file_label, graph_checks, is_about, structure_checks
+from vitcompress.verify.files import contents_of, file_label, graph_checks, is_about, metadata_check, structure_checks
 from vitcompress.verify.outputs import PlannedOriginal
 
 MODEL = build("plain", dtype=torch.float32)
@@ -88,8 +88,8 @@ def other_operator(old: str) -> Callable[[Any], None]:
 def test_each_mistake_in_the_graph_fails_its_own_check(
     edit: Callable[[Any], None], check: str, says: str, exported: Path, tmp_path: Path
 ) -> None:
-    problems = wrong(graph_checks(MODEL, PLAN.digest, edited(exported, tmp_path, edit), "onnx"))
-    assert wrong(graph_checks(MODEL, PLAN.digest, exported, "onnx")) == {}
+    problems = wrong(graph_checks(MODEL, edited(exported, tmp_path, edit), "onnx"))
+    assert wrong(graph_checks(MODEL, exported, "onnx")) == {}
     assert set(problems) == {check} and says in problems[check]
 
 
@@ -112,8 +112,9 @@ def test_a_file_that_is_not_well_formed_or_was_replaced(exported: Path, tmp_path
 
 
 def test_a_file_of_another_plan_fails(exported: Path) -> None:
-    ((name, detail),) = wrong(structure_checks(exported, replace(ORIGINAL, plan=Plan("vit", {})))).items()
-    assert name == "plan" and detail.startswith("1 wrong: the file names ")
+    assert metadata_check(exported, ORIGINAL, contents_of(exported)).verdict == "passed"
+    check = metadata_check(exported, replace(ORIGINAL, plan=Plan("vit", {})), contents_of(exported))
+    assert check.verdict == "failed" and check.detail.startswith("2 wrong: plan_sha256 is ")  # in it, and its sidecar
 
 
 @pytest.mark.parametrize(

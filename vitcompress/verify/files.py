@@ -63,13 +63,15 @@ def compare_contents(contents: Contents, original: PlannedOriginal) -> FileTenso
 
 
 def metadata_check(path: Path, original: PlannedOriginal, contents: Contents | None) -> Check:
-    """Compare what a file and its sidecar state about preprocessing and classes with the model and the run.
+    """Compare what a file and its sidecar state with each other, and preprocessing, classes and plan with the run.
 
     contents: of the file; None for an engine, whose sidecar alone has them.
     """
     stated: dict[str, Mapping[str, str]] = {}
     if sidecar := usable_sidecar(path):
         stated[sidecar_path(path).name] = sidecar["metadata"]
+    recorded = decode_json_values(sidecar.get("metadata", {}))
+    recorded.pop("precision", None)  # contents have that of the tensors
     if contents is not None:
         stated[path.name] = contents.metadata
     config, count = input_config(original.model), getattr(original.model, "num_classes", 0)
@@ -80,10 +82,12 @@ def metadata_check(path: Path, original: PlannedOriginal, contents: Contents | N
         names = values.get("classes")
         numbered = original.classes is None and isinstance(names, list) and len(names) == count
         classes = names if numbered else f"{count} names" if original.classes is None else list(original.classes)
-        for key, value in {**expected, "classes": classes}.items():
+        own = {**expected, "classes": classes, "plan_sha256": original.plan.digest}
+        for key, value in {**recorded, **own}.items():
             if values.get(key) != value:
                 problems.append(f"{key} is {values.get(key)!r:.60} in {source}, not {value!r:.60}")
-    return problem_check(f"{file_label(path)}.metadata", problems, "preprocessing and classes are those of the run")
+    detail = "preprocessing, classes and plan are those of the run"
+    return problem_check(f"{file_label(path)}.metadata", problems, detail)
 
 
 def structure_checks(path: Path, original: PlannedOriginal | None) -> list[Check]:
@@ -100,7 +104,7 @@ def structure_checks(path: Path, original: PlannedOriginal | None) -> list[Check
         checks.append(checker_check(path, label))
         if original is not None:
             with suppress(ArtifactError):  # a file that cannot be read fails the check before
-                checks += graph_checks(original.model, original.plan.digest, path, label)
+                checks += graph_checks(original.model, path, label)
     return checks
 
 
@@ -130,15 +134,13 @@ def checker_check(path: Path, name: str) -> Check:
     return problem_check(f"{name}.checker", problems, "onnx.checker, with shape inference")
 
 
-def graph_checks(model: nn.Module, digest: str, path: Path, name: str) -> list[Check]:
+def graph_checks(model: nn.Module, path: Path, name: str) -> list[Check]:
     """Check that the graph has no idle node, all weights in their sliced or folded sizes, and no removed layer.
 
-    digest: of the plan that the file must name. Raises ArtifactError for an unsafe file, or one of another format.
+    Raises ArtifactError for an unsafe file, or one of another format.
     """
     facts = file.graph_facts(path)
     zeros = (f"{node} (times zero)" for node in facts.zero_products)
-    recorded = decode_json_values(facts.metadata).get("plan_sha256")
-    other = [] if recorded == digest else [f"the file names {str(recorded)[:12]}, plan.json is {digest[:12]}"]
     layers = (module for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d))
     sizes = Counter(format_shape(file.weight_key(layer.weight.shape)) for layer in layers)
     stored, nodes = Counter(map(format_shape, facts.weights)), Counter(facts.operators)
@@ -153,7 +155,6 @@ def graph_checks(model: nn.Module, digest: str, path: Path, name: str) -> list[C
         "idle": ([*facts.no_work, *zeros], "no Identity, no Dropout, no product with zero"),
         "shapes": (_differences(shapes), "all weights have their sizes in torch"),
         "layers": (_differences(counts), "as many attentions, GELUs and norms as in torch"),
-        "plan": (other, f"plan {digest[:12]}"),
     }
     return [problem_check(f"{name}.{kind}", wrong, detail) for kind, (wrong, detail) in problems.items()]
 
