@@ -1,8 +1,12 @@
 """All exceptions that vitcompress raises on purpose."""
 
 import difflib
+import re
 from collections.abc import Iterable
 
+# Errors of libraries that are about this machine, whatever it runs.
+OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|failed to allocate memory|bad_alloc", re.IGNORECASE)
+GPU_ERROR = re.compile(r"CUDA error|CUDA driver|NVIDIA driver|CUBLAS_STATUS|CUDNN_STATUS|NCCL", re.IGNORECASE)
 LONGEST_LINE = 600  # characters of a message; a name from a file may be longer
 # Characters that a terminal acts on (C0, C1, directions of text) or cannot print -> text, as in \x1b.
 CONTROLS = (*range(9), *range(11, 32), *range(127, 160), 0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F))

@@ -15,13 +15,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from vitcompress.errors import DeviceError, OutputError, first_line
+from vitcompress.errors import GPU_ERROR, OUT_OF_MEMORY, ArtifactError, DeviceError, OutputError, first_line
 from vitcompress.io.hardware import package_versions
 
 RTX = "NvTensorRTRTXExecutionProvider"
 PLUGIN = "onnxruntime_ep_nv_tensorrt_rtx"  # the package of this provider
 MISSING = re.compile(r"(\S+): cannot open shared object file")
-SOURCE_LOCATION = re.compile(r"^/\S+:\d+ .*?\)(?: const)? ")
+SOURCE_LOCATION = re.compile(r"(?:^|(?<=Status Message: ))/\S+:\d+ .*?\)(?: const)? ")
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 CAPTURE_LOCK = threading.RLock()
 BUILDS = ("onnxruntime-gpu", "onnxruntime")  # the distributions of ONNX Runtime, for CUDA and for the CPU only
@@ -142,6 +142,18 @@ def missing_library(lines: list[str]) -> str | None:
     return match and f"{match[1]} is missing"
 
 
+@contextlib.contextmanager
+def run_errors(what: str) -> Iterator[None]:
+    """Raise ArtifactError that ONNX Runtime cannot run `what`, unless its error is about this machine."""
+    try:
+        yield
+    except Exception as error:  # ONNX Runtime's exceptions have no other common base class
+        if OUT_OF_MEMORY.search(str(error)) or GPU_ERROR.search(str(error)):
+            raise
+        hint = "export it again, with a dynamic batch"
+        raise ArtifactError(f"ONNX Runtime cannot run {what}: {error_text(error)}", hint=hint) from None
+
+
 def error_text(error: Exception) -> str:
-    """The first line of ONNX Runtime's error, without the location in its source."""
+    """The first line of ONNX Runtime's error, without locations in its source."""
     return SOURCE_LOCATION.sub("", first_line(error))

@@ -15,9 +15,8 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor
 
-from vitcompress.errors import ArtifactError
 from vitcompress.exporters.onnx import file
-from vitcompress.exporters.onnx.libraries import error_text, load_onnxruntime
+from vitcompress.exporters.onnx.libraries import load_onnxruntime, run_errors
 from vitcompress.exporters.runner import prepare_input
 from vitcompress.exporters.sidecar import read_input
 from vitcompress.io.files import decode_json_values
@@ -46,7 +45,13 @@ def open_changed(
     uint8 = model.graph.input[0].type.tensor_type.elem_type == TensorProto.UINT8
     session = open_session(path, change(model), optimize=optimize)
     name = session.get_inputs()[0].name
-    return lambda x: [*map(torch.from_numpy, session.run(None, {name: prepare_input(x, config, uint8=uint8)}))]
+
+    def call(images: Tensor) -> list[Tensor]:
+        data = {name: prepare_input(images, config, uint8=uint8)}
+        with run_errors(str(path)):
+            return [*map(torch.from_numpy, session.run(None, data))]
+
+    return call
 
 
 def open_session(path: Path, model: Any, *, optimize: bool = False) -> Any:
@@ -58,10 +63,8 @@ def open_session(path: Path, model: Any, *, optimize: bool = False) -> Any:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.resolve().parent))
-    try:
+    with run_errors(str(path)):
         return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # noqa: BLE001 - ONNX Runtime's exceptions have no other common base class
-        raise ArtifactError(f"ONNX Runtime cannot run {path}: {error_text(error)}") from None
 
 
 def spell_out_casts(model: Any) -> Any:

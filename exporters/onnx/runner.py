@@ -19,6 +19,7 @@ from vitcompress.exporters.runner import Runner, RunnerOptions, check_batch
 from vitcompress.exporters.sidecar import check_sha256, read_input
 from vitcompress.io import hardware
 from vitcompress.io.files import decode_json_values
+from vitcompress.io.text import format_shape
 
 LOG_WARNINGS, LOG_ERRORS, LOG_NOTHING = 2, 3, 4  # the first is ONNX Runtime's own default
 OUTPUT_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
@@ -139,8 +140,13 @@ class OnnxRunner(Runner):
 
     def _run(self, data: np.ndarray) -> np.ndarray:
         """data: from `_prepare` -> (batch, classes), float32."""
-        logits = self.session.run([self._output.name], {self._input.name: data}, self._run_options(NO_GRAPH))[0]
-        return np.asarray(logits, dtype=np.float32)
+        names, options = [self._output.name], self._run_options(NO_GRAPH)
+        with libraries.run_errors(f"{self._file} at batch {len(data)}"):
+            logits = np.asarray(self.session.run(names, {self._input.name: data}, options)[0], dtype=np.float32)
+        if logits.shape[:1] != data.shape[:1]:
+            problem = f"{self._file} has an output of {format_shape(logits.shape)} for {len(data)} images"
+            raise ArtifactError(problem, hint="export it with one row of logits for each image")
+        return logits
 
     def _bind(self, images: Tensor) -> BoundCall:
         """Inputs and outputs stay on the provider's device, unless transfers were requested.
@@ -153,9 +159,7 @@ class OnnxRunner(Runner):
         data = self._prepare(images)
         if self._transfers:
             return BoundCall(partial(self._run, data))
-        recorded, sizes = self._options.cuda_graph, self._output.shape[1:]
-        known = len(sizes) == 1 and isinstance(sizes[0], int)  # else a run determines the shape of the logits
-        output = np.empty((len(data), *sizes) if known else self._run(data).shape, OUTPUT_TYPES[self._output.type])
+        recorded, output = self._options.cuda_graph, self._run(data).astype(OUTPUT_TYPES[self._output.type])
         place, index = ("cpu", 0) if self._stream is None else ("cuda", hardware.parse_device(self._device)[1])
         source, logits = (torch.from_numpy(array).to(torch.device(place, index)) for array in (data, output))
         binding = self.session.io_binding()

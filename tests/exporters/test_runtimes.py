@@ -6,15 +6,17 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
 import torch
 from contracts import build, contract, images, traces
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from vitcompress.errors import ArtifactError, DeviceError, InputError
 from vitcompress.exporters.onnx.export import export
+from vitcompress.exporters.onnx.libraries import run_errors
 from vitcompress.exporters.onnx.providers import HEAVY, assigned_operators
 from vitcompress.exporters.runtimes import RunnerOptions, TorchRunner, open_runner
 from vitcompress.models.checkpoint import write_model
@@ -234,6 +236,41 @@ def test_external_data_inside_the_folder_is_read(tmp_path: Path) -> None:
     assert torch.equal(open_runner(path)(x), 2 * x)
     with pytest.raises(InputError, match="batches of 1"):
         open_runner(path)(torch.ones(2, 1, 2, 4))
+
+
+def save_classifier(path: Path, *middle: onnx.NodeProto) -> None:
+    """Save an ONNX file whose nodes `middle` make `rows` of `images`, in `(batch, 3, 8, 8)`."""
+    numbers = {"sizes": np.array([1, 192]), "axes": np.array([0]), "weight": np.ones((192, 4), np.float32)}
+    nodes = [*middle, helper.make_node("MatMul", ["rows", "weight"], ["logits"])]
+    x, y = (
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ("batch", *sizes))
+        for name, sizes in (("images", (3, 8, 8)), ("logits", (4,)))
+    )
+    graph = helper.make_graph(nodes, "net", [x], [y], [numpy_helper.from_array(v, k) for k, v in numbers.items()])
+    onnx.save(helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 20)]), path)
+
+
+def test_a_file_that_runs_at_other_batch_sizes_only(tmp_path: Path) -> None:
+    """Other tools may write the traced batch size into the graph, beside an input that states any."""
+    save_classifier(tmp_path / "one.onnx", helper.make_node("Reshape", ["images", "sizes"], ["rows"]))
+    runner = open_runner(tmp_path / "one.onnx")
+    assert runner(X[:1]).shape == (1, 4)
+    for call in (runner, runner.bind):
+        with pytest.raises(ArtifactError, match=r"cannot run one.onnx at batch 3: .* reshaped") as error:
+            call(X)
+        assert "/onnxruntime_src" not in str(error.value) and "dynamic batch" in str(error.value.hint)
+    mean = helper.make_node("ReduceMean", ["images", "axes"], ["mean"], keepdims=1)
+    save_classifier(tmp_path / "mean.onnx", mean, helper.make_node("Reshape", ["mean", "sizes"], ["rows"]))
+    runner = open_runner(tmp_path / "mean.onnx")
+    for call in (runner, runner.bind):
+        with pytest.raises(ArtifactError, match=r"mean.onnx has an output of 1x4 for 3 images"):
+            call(X)
+
+
+@pytest.mark.parametrize("text", ["Failed to allocate memory for requested buffer", "CUDA error 700"])
+def test_errors_of_the_machine_are_none_of_the_file(text: str) -> None:
+    with pytest.raises(RuntimeError, match=text), run_errors("model.onnx"):
+        raise RuntimeError(text)
 
 
 def test_a_model_without_an_image_input_is_rejected(tmp_path: Path) -> None:

@@ -20,13 +20,11 @@ from typing import Any, NoReturn
 import click
 
 from vitcompress.cli.options import SET_EXAMPLE, add_options, flag
-from vitcompress.errors import CheckFailedError, InputError, VitcompressError, first_line
+from vitcompress.errors import GPU_ERROR, OUT_OF_MEMORY, CheckFailedError, InputError, VitcompressError, first_line
 from vitcompress.io.progress import SILENT, Progress
 from vitcompress.io.run_folder import RunFolder
 
 STOPPED = 130  # what a shell reports for a program that Ctrl-C ended
-OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|failed to allocate memory|bad_alloc", re.IGNORECASE)
-GPU_ERROR = re.compile(r"CUDA error|CUDA driver|NVIDIA driver|CUBLAS_STATUS|CUDNN_STATUS|NCCL", re.IGNORECASE)
 
 
 class Commands(click.Group):
