@@ -258,4 +258,4 @@ def add_gates(
 ) -> GatedModel:
     """The model with gates on these layers. modes: fields of BypassOptions."""
     plan = depth_plan(model, Plan(""), *blocks_of(sites).values(), **modes)
-    return GatedModel(model, family_of(model), plan, means)
+    return GatedModel(model, family_of(model), plan, means or {})

@@ -67,7 +67,7 @@ def prepare_job(folder: Path, text: str = RECIPE) -> Job:
     (folder.parent / "steps.toml").write_text(text)
     recipe = load_recipe(str(folder.parent / "steps.toml"))
     check_folder(folder, recipe, structure_only=False, fresh=False)
-    job = preflight.prepare(recipe, RunOptions(out=folder), distributed.start("cpu"), Progress())
+    job = preflight.prepare(recipe, RunOptions(out=folder), distributed.start("cpu"), Progress(), None)
     with open_folder(folder, recipe, structure_only=False, fresh=False):
         return job
 

@@ -36,7 +36,7 @@ def job(folder: Path, *sets: str, device: str = "cpu") -> Job:
     small = ["model.args.depth=1", "bench.batch=2", "model.classes=10", "step.0.target=ratios", "step.0.amount="]
     recipe = load_recipe("digits_isomorphic", [*small, *sets])
     options = RunOptions(out=folder, structure_only=True)
-    return create_job(recipe, options, Runtime(torch.device(device)), Progress())
+    return create_job(recipe, options, Runtime(torch.device(device)), Progress(), None)
 
 
 @pytest.mark.parametrize("runtime", ["torch", "onnxruntime", "openvino"])

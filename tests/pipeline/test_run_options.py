@@ -213,7 +213,7 @@ def test_layers_that_faded_out_are_removed_from_the_deployed_model(tmp_path: Pat
     assert len(before.removed) == (2 if len(steps) > 1 else 0)
 
     model = surgery.apply_plan(create_model(plan.arch, plan.arch_args), before)
-    gated = GatedModel(model, family_of(model), last)
+    gated = GatedModel(model, family_of(model), last, {})
     kept = load_state(state / "recovery")
     assert kept is not None
     gated.load_state_dict({name.removeprefix("module."): value for name, value in kept.tensors.items()})
@@ -232,5 +232,5 @@ def test_layers_that_faded_out_are_removed_from_the_deployed_model(tmp_path: Pat
 @pytest.mark.parametrize(("name", "distilled"), [("deit_s_hetdpt", True), ("nose_deit_s_3", False)])
 def test_only_reports_of_distilled_weights_name_their_teacher(name: str, distilled: bool) -> None:
     options, recipe = RunOptions(), load_recipe(name)
-    job = create_job(apply_options(recipe, options), options, Runtime(torch.device("cpu")), Progress())
+    job = create_job(apply_options(recipe, options), options, Runtime(torch.device("cpu")), Progress(), None)
     assert any("RegNetY" in line for line in report._remarks(job)) == distilled

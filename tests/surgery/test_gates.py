@@ -218,7 +218,7 @@ def test_layers_without_a_gate() -> None:
     sites = family_of(model).sites(model)
     for site in (sites[2], sites[3], Site("blocks.7.attn", "attention", "blocks.7", 7, "blocks.7.drop_path1")):
         with pytest.raises(PlanError, match=rf"{site.name} cannot be gated; layers that can: blocks.0.attn"):
-            GatedModel(model, family_of(model), Plan("", removed={site.name: "drop"}))
+            GatedModel(model, family_of(model), Plan("", removed={site.name: "drop"}), {})
     open_model = gated(model)
     with pytest.raises(PlanError, match=r"blocks\.0\.mlp is not a gated layer; gated: blocks\.0\.attn"):
         open_model.set_gate("blocks.0.mlp", 0.0)

@@ -219,7 +219,7 @@ def test_ema_is_the_average_and_is_evaluated_beside_the_raw_weights(tmp_path: Pa
 
 def test_the_average_has_the_gates_that_were_set_between_epochs(tmp_path: Path) -> None:
     model = vit()
-    gated = GatedModel(model, family_of(model), Plan("x", removed={"blocks.0.attn": "drop"}))
+    gated = GatedModel(model, family_of(model), Plan("x", removed={"blocks.0.attn": "drop"}), {})
 
     def after_epoch(epoch: int) -> None:
         if epoch == 1:

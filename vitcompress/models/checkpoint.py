@@ -21,7 +21,7 @@ from vitcompress.io.tensors import read_checkpoint, save_tensors
 from vitcompress.models import create
 from vitcompress.models.preprocessing import NAMES
 from vitcompress.plan import Plan, enclosing_module
-from vitcompress.surgery import apply_plan
+from vitcompress.surgery import apply_plan, apply_to_copy
 
 OTHER = "use the folder of a run (other weights: vc.create_model(NAME, weights=FILE), or recipe --weights FILE)"
 
@@ -41,7 +41,7 @@ def prune(model: nn.Module, plan: Plan) -> nn.Module:
         hint = "pass the result of vc.plan, or vc.Plan.from_json(text)"
         raise InputError(f"the plan is a {type(plan).__name__}", hint=hint)
     whole = create.plan_of(model).then(plan)
-    pruned = apply_plan(deepcopy(model), plan)
+    pruned = apply_to_copy(model, plan)
     pruned.plan = whole  # type: ignore[assignment]
     return pruned
 

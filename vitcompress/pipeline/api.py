@@ -12,7 +12,7 @@ from copy import deepcopy
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -194,10 +194,8 @@ def finetune(  # noqa: PLR0913 (each argument is public and has a default)
 
 
 @contextmanager
-def _recorded(
-    record: Path, call: Mapping[str, object], model: nn.Module, what: Literal["plan", "training"]
-) -> Iterator[None]:
-    """Keep in `record` the call, and the weights of `model` before and after it.
+def _recorded(record: Path, call: Mapping[str, object], model: nn.Module, what: str) -> Iterator[None]:
+    """Keep in `record` the call, and the weights of `model` before and after it. what: `plan` or `training`.
 
     Raises InputError if it has another call, or if `model` has other weights than these. A training that was stopped
     continues with any weights of this structure, such as a head that is initialized again: its state replaces them.

@@ -233,7 +233,7 @@ def compare_sizes(names: Iterable[str], progress: Progress = SILENT) -> list[Siz
     options, runtime = RunOptions(structure_only=True), distributed.Runtime(torch.device("cpu"))
     comparisons = []
     for recipe, published in recipes:
-        cost = count_final_cost(create_job(apply_options(recipe, options), options, runtime, SILENT))
+        cost = count_final_cost(create_job(apply_options(recipe, options), options, runtime, SILENT, None))
         macs = cost.macs_linear if published.macs_linear else cost.macs
         pairs = ((published.params_m, cost.params / 1e6), (published.macs_g, macs / 1e9))
         params, macs_g = (Size(figure, counted, figure and counted / figure - 1) for figure, counted in pairs)

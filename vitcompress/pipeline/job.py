@@ -205,9 +205,7 @@ class Job:
             yield f"ONNX files are evaluated and measured on the CPU: {reason}."
 
 
-def create_job(
-    recipe: Recipe, options: RunOptions, runtime: Runtime, progress: Progress, data: Splits | None = None
-) -> Job:
+def create_job(recipe: Recipe, options: RunOptions, runtime: Runtime, progress: Progress, data: Splits | None) -> Job:
     """The job of `recipe`, which has `options` applied. Builds the models of all steps, without weights.
 
     Raises InputError if timm cannot build the model, it cannot classify images, or no family supports it, and PlanError

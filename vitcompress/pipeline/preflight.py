@@ -30,9 +30,7 @@ from vitcompress.training.loop import check_options
 BYTES_PER_PARAMETER, BYTES_OF_TRAINING, BYTES_PER_STEP = 4 * 6, 4 * 10, 4 * 2
 
 
-def prepare(
-    recipe: Recipe, options: RunOptions, runtime: Runtime, progress: Progress, data: Splits | None = None
-) -> Job:
+def prepare(recipe: Recipe, options: RunOptions, runtime: Runtime, progress: Progress, data: Splits | None) -> Job:
     """Create the job and check everything that can fail; writes nothing. `recipe` has the `options` applied."""
     if data is None and not options.structure_only:
         data = open_data(recipe.data, recipe.run.seed)

@@ -64,15 +64,13 @@ class GatedModel(nn.Module):
         family: its family.
         plan: removes the attentions and activations to gate. An appended activation is applied when all gates of its
             block are 0.
-        gate_means: gated FFN -> mean of its gate, (hidden,), used by `mean_gate`; default: the gate at its bias.
+        gate_means: gated FFN -> mean of its gate, (hidden,), used by `mean_gate`; for others the gate at the bias.
 
     Raises:
         PlanError: the plan removes a site that the model does not have or that cannot be gated.
     """
 
-    def __init__(
-        self, model: nn.Module, family: Family, plan: Plan, gate_means: Mapping[str, Tensor] | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, family: Family, plan: Plan, gate_means: Mapping[str, Tensor]) -> None:
         super().__init__()
         own = [site for site in family.sites(model) if site.kind in GATED_KINDS]
         sites = [site for site in own if site.name in plan.removed or site.gates in plan.removed]
@@ -85,8 +83,7 @@ class GatedModel(nn.Module):
         device = next(model.parameters()).device
         self.scores = nn.ParameterList([nn.Parameter(torch.zeros((), device=device)) for _ in self.sites])
         self._gates = {site.name: 1.0 for site in self.sites}
-        means = gate_means or {}
-        self._means = {site.name: means[site.gates].to(device) for site in self.sites if site.gates in means}
+        self._means = {s.name: gate_means[s.gates].to(device) for s in self.sites if s.gates in gate_means}
         self._inputs: dict[str, Tensor] = {}
         for number, site in enumerate(self.sites):
             other = OUTPUTS[plan.removed.get(site.name, "drop")]

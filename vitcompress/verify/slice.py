@@ -105,8 +105,8 @@ def _with_new_heads(model: nn.Module, delta: Plan, attentions: list[str]) -> tup
     own = {space.name for space in family_of(model).spaces(model) if space.attention in attentions}
     kept = [{n: c for n, c in delta.kept.items() if (n in own) == inside} for inside in (True, False)]
     heads = [{n: c for n, c in delta.heads.items() if (n in attentions) == inside} for inside in (True, False)]
-    first = Plan(delta.arch, delta.arch_args, kept=kept[0], heads=heads[0])
-    return surgery.apply_to_copy(model, first), replace(delta, kept=kept[1], heads=heads[1])
+    first, rest = (delta.delta(kept=kept[0], heads=heads[0])), replace(delta, kept=kept[1], heads=heads[1])
+    return surgery.apply_to_copy(model, first), rest
 
 
 def _regrouped(model: nn.Module, delta: Plan) -> list[str]:

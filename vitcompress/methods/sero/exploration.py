@@ -121,7 +121,7 @@ class Exploration:
         for space in self.spaces:
             rows = []
             for axis in space.axes:
-                owner = self.model.get_submodule(axis.tensor.rpartition(".")[0])
+                owner = self.model.get_submodule(axis.owner)
                 if isinstance(owner, nn.Linear) and axis.dim == 0 and axis.tensor.endswith(".weight"):
                     values = elements(owner.weight).abs().mean(dim=1)
                     values = values[axis.offset : axis.offset + axis.copies * space.size]

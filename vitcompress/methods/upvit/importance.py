@@ -175,7 +175,7 @@ class Importance:
         if component.kind != "mlp":
             return None
         space = component.spaces[0]
-        readers = [axis.tensor.rpartition(".")[0] for axis in space.axes if axis.dim == 1]
+        readers = [axis.owner for axis in space.axes if axis.dim == 1]
         modules = list(map(self.model.get_submodule, readers))
         path = enclosing_module(space.name, self.blocks)
         # With a norm in between, which depends on all channels, the readers are not all that deletion hooks.
