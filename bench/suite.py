@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from vitcompress.bench import environment, machine, timing
 from vitcompress.bench.artifacts import open_artifacts, synthetic_images
@@ -88,19 +88,12 @@ class Bench:
         return shorten_names(text, [row["artifact"] for row in self.rows]) if lines else None
 
 
-def run(
-    artifacts: Sequence[str | Path],
-    options: BenchOptions | None = None,
-    *,
-    progress: Progress = SILENT,
-    **settings: Any,
-) -> Bench:
+def run(artifacts: Sequence[str | Path], options: BenchOptions, progress: Progress = SILENT) -> Bench:
     """Measure files, run folders, `timm:NAME` and `timm-onnx:NAME` interleaved; the first is the base of all ratios.
 
-    settings: fields of BenchOptions that replace those of `options`. Raises ArtifactError or DeviceError if one of the
-    artifacts cannot run with these options (nothing is measured), and InputError for invalid options.
+    Raises ArtifactError or DeviceError if one of the artifacts cannot run with these options (nothing is measured), and
+    InputError for invalid options.
     """
-    options = replace(options or BenchOptions(), **settings)
     if not artifacts:
         raise InputError("nothing to measure", hint="give files, run folders or timm:NAME")
     protocols = options.protocols()

@@ -59,7 +59,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     model = build("plain", dtype=torch.float32)
     for name in ("dense.onnx", "model.onnx"):
         export(model, folder / name, input=input_config(model), classes=CLASSES)
-    bench = suite.run([folder / "dense.onnx", folder / "model.onnx"], protocol="paper", batch=2, warmup=1, runs=20)
+    options = suite.BenchOptions("paper", batch=2, warmup=1, runs=20)
+    bench = suite.run([folder / "dense.onnx", folder / "model.onnx"], options)
     plan = {
         **PLAN,
         "removed": {"blocks.1.attn": "norm_identity"},

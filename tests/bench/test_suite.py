@@ -2,6 +2,7 @@
 
 import json
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def test_onnx_and_torch_side_by_side(folder: Path) -> None:
 
 @pytest.mark.parametrize(("fail_under", "passes"), [(1e-6, True), (1e6, False)])
 def test_the_limit_applies_to_the_lower_end_of_the_interval(folder: Path, fail_under: float, passes: bool) -> None:
-    bench = suite.run([folder, folder / "model.onnx"], SMALL, fail_under=fail_under)
+    bench = suite.run([folder, folder / "model.onnx"], replace(SMALL, fail_under=fail_under))
     assert bench.to_dict()["passed"] == passes
     assert (bench.failure() is None) == passes
     assert passes or "the limit of --fail-under is 1e+06" in str(bench.failure())
@@ -76,7 +77,7 @@ def test_the_limit_applies_to_the_lower_end_of_the_interval(folder: Path, fail_u
 
 def test_every_artifact_and_batch_size_below_the_limit_is_named(folder: Path) -> None:
     artifacts = [folder, folder / "model.onnx", "timm-onnx:test_vit"]
-    lines = str(suite.run(artifacts, SMALL, batch=(1, 2), fail_under=1e6).failure()).splitlines()
+    lines = str(suite.run(artifacts, replace(SMALL, batch=(1, 2), fail_under=1e6)).failure()).splitlines()
     names = [f"batch {batch}: {name} is" for batch in (1, 2) for name in ("model.onnx", "timm-onnx:test_vit")]
     assert [line.startswith(name) for line, name in zip(lines, names, strict=False)] == [True] * 4 and len(lines) == 5
 
@@ -84,7 +85,9 @@ def test_every_artifact_and_batch_size_below_the_limit_is_named(folder: Path) ->
 def test_the_most_important_warnings_come_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "disturbances", lambda conditions: ["others used 2 cores"])
     monkeypatch.setattr(environment, "sample_warnings", lambda samples, rows: ["model.onnx: noisy"])
-    bench = suite.run([folder, "timm:test_vit"], SMALL, batch=(1, 2), runs=1, runner=RunnerOptions(transfers=True))
+    bench = suite.run(
+        [folder, "timm:test_vit"], replace(SMALL, batch=(1, 2), runs=1, runner=RunnerOptions(transfers=True))
+    )
     first, sizes, classes, transfers, interval, last = bench.warnings
     assert (first, last) == (bench.disturbed[0], "model.onnx: noisy")
     assert "image sizes" in sizes and "numbers of classes" in classes and "no interval" in interval
@@ -92,7 +95,7 @@ def test_the_most_important_warnings_come_first(folder: Path, monkeypatch: pytes
 
 
 def test_a_single_run_has_an_open_interval_and_valid_json(folder: Path) -> None:
-    bench = suite.run([folder, folder], SMALL, runs=1, fail_under=0.5)
+    bench = suite.run([folder, folder], replace(SMALL, runs=1, fail_under=0.5))
     data = json.loads(json.dumps(bench.to_dict(), allow_nan=False))
     assert data["ratios"][0]["ci95"] == [0.0, None] and not data["passed"]
     assert bench.failure()
@@ -102,14 +105,14 @@ def test_nothing_is_measured_when_one_cannot_be_opened(folder: Path) -> None:
     with pytest.raises(ArtifactError):
         suite.run([folder, folder / "missing.onnx"], SMALL)
     with pytest.raises(InputError, match="got only one"):
-        suite.run([folder], SMALL, fail_under=1.0)
+        suite.run([folder], replace(SMALL, fail_under=1.0))
     with pytest.raises(InputError, match="nothing to measure"):
         suite.run([], SMALL)
     for wrong in (0.0, -1.4, float("nan"), float("inf")):
         with pytest.raises(InputError, match="above 0"):
-            suite.run([folder, folder], SMALL, fail_under=wrong)
+            suite.run([folder, folder], replace(SMALL, fail_under=wrong))
     with pytest.raises(DeviceError):
-        suite.run([folder], SMALL, runner=RunnerOptions(device="cuda:9"))
+        suite.run([folder], replace(SMALL, runner=RunnerOptions(device="cuda:9")))
 
 
 def test_differences_that_make_a_ratio_unfair_are_reported(folder: Path, tmp_path: Path) -> None:
@@ -118,7 +121,7 @@ def test_differences_that_make_a_ratio_unfair_are_reported(folder: Path, tmp_pat
     export(other, tmp_path / "model.onnx", input=input_config(other))
     threads = machine.usable_cores() + 1
     bench = suite.run(
-        [folder / "model.onnx", tmp_path / "model.onnx"], SMALL, runs=1, runner=RunnerOptions(threads=threads)
+        [folder / "model.onnx", tmp_path / "model.onnx"], replace(SMALL, runs=1, runner=RunnerOptions(threads=threads))
     )
     assert [row["threads"] for row in bench.rows] == [threads, threads]
     warnings = " ".join(bench.warnings)
@@ -146,7 +149,7 @@ def test_the_default_threads_of_a_runtime_are_counted(folder: Path) -> None:
 
 
 def test_a_sweep_has_the_notes_of_every_batch(folder: Path) -> None:
-    notes = suite.run([folder], SMALL, batch=(1, 2), runs=1).notes
+    notes = suite.run([folder], replace(SMALL, batch=(1, 2), runs=1)).notes
     assert len(notes) == len(set(notes))
     assert all(any(f"paper-1/1/{batch}" in note for note in notes) for batch in (1, 2))
     assert any("blocks" in note for note in notes)
@@ -154,7 +157,7 @@ def test_a_sweep_has_the_notes_of_every_batch(folder: Path) -> None:
 
 def test_uint8_files_without_metadata_are_timed(tmp_path: Path) -> None:
     path = uint8_file(tmp_path / "bytes.onnx")
-    (row,) = suite.run([path], SMALL, runs=2).rows
+    (row,) = suite.run([path], replace(SMALL, runs=2)).rows
     assert (row["input_type"], row["input_size"]) == ("uint8", [3, 8, 8])
     assert "bytes" in row["input"]
 
@@ -170,7 +173,7 @@ def test_memory_that_cannot_be_measured_names_the_artifact_and_the_reason() -> N
 @pytest.mark.parametrize("variants", ["", ",", "all"])
 def test_unusable_variants_are_rejected(folder: Path, variants: str) -> None:
     with pytest.raises(InputError, match="variant"):
-        suite.run([folder / "model.onnx"], SMALL, variants=variants)
+        suite.run([folder / "model.onnx"], replace(SMALL, variants=variants))
 
 
 @pytest.mark.parametrize(
@@ -185,12 +188,12 @@ def test_unsupported_settings_of_a_file_are_rejected_with_the_next_step(
     folder: Path, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InputError, match=message) as raised:
-        suite.run([folder / "model.onnx"], SMALL, runner=RunnerOptions(**settings))
+        suite.run([folder / "model.onnx"], replace(SMALL, runner=RunnerOptions(**settings)))
     assert raised.value.hint and "--precision int4" not in raised.value.hint
 
 
 def test_a_sweep_measures_every_batch_with_its_own_ratio(folder: Path) -> None:
-    data = suite.run([folder, folder / "model.onnx"], SMALL, batch=(1, 2), runs=3).to_dict()
+    data = suite.run([folder, folder / "model.onnx"], replace(SMALL, batch=(1, 2), runs=3)).to_dict()
     assert [(row["runtime"], row["batch"]) for row in data["rows"]] == [
         (runtime, batch) for batch in (1, 2) for runtime in ("torch", "onnxruntime")
     ]
@@ -200,7 +203,7 @@ def test_a_sweep_measures_every_batch_with_its_own_ratio(folder: Path) -> None:
 
 
 def test_variants_of_torch_models_are_compared_with_files(folder: Path) -> None:
-    bench = suite.run([folder, folder / "model.onnx"], SMALL, variants="fp32,bf16", runs=2)
+    bench = suite.run([folder, folder / "model.onnx"], replace(SMALL, variants="fp32,bf16", runs=2))
     assert [row["artifact"] for row in bench.rows] == [f"{folder} fp32", f"{folder} bf16", str(folder / "model.onnx")]
     assert [row["precision"] for row in bench.rows] == ["fp32", "bf16", "fp32"]
     assert len(bench.ratios) == 2
@@ -242,7 +245,7 @@ def test_precisions_that_a_gpu_only_emulates_are_left_out(
 
 
 def test_timms_own_export_is_an_artifact() -> None:
-    (row,) = suite.run(["timm-onnx:test_vit"], SMALL, batch=3, runs=1).rows
+    (row,) = suite.run(["timm-onnx:test_vit"], replace(SMALL, batch=3, runs=1)).rows
     assert (row["artifact"], row["runtime"], row["batch"]) == ("timm-onnx:test_vit", "onnxruntime", 3)
     assert row["precision"] == "fp32"
     own, ours = artifacts.open_artifacts(["timm-onnx:test_vit", "timm:test_vit"], RunnerOptions(), None, ExitStack())
@@ -251,7 +254,7 @@ def test_timms_own_export_is_an_artifact() -> None:
     with pytest.raises(
         InputError, match="timm exports timm-onnx:test_vit in fp32, the requested precision is fp16"
     ) as caught:
-        suite.run(["timm-onnx:test_vit"], SMALL, runner=RunnerOptions(precision="fp16"))
+        suite.run(["timm-onnx:test_vit"], replace(SMALL, runner=RunnerOptions(precision="fp16")))
     assert "leave --precision out" in str(caught.value.hint)
 
 
@@ -259,11 +262,11 @@ def test_timms_own_export_is_an_artifact() -> None:
 @pytest.mark.parametrize("name", ["", "model.onnx"])
 def test_cuda_graphs_are_rejected_on_the_cpu(folder: Path, name: str) -> None:
     with pytest.raises(InputError, match=r"(?i)cuda"):
-        suite.run([folder / name if name else folder], SMALL, runner=RunnerOptions(cuda_graph=True))
+        suite.run([folder / name if name else folder], replace(SMALL, runner=RunnerOptions(cuda_graph=True)))
 
 
 def test_on_the_cpu_there_is_nothing_to_transfer(folder: Path) -> None:
-    rows = suite.run([folder, folder / "model.onnx"], SMALL, runs=1, runner=RunnerOptions(transfers=True)).rows
+    rows = suite.run([folder, folder / "model.onnx"], replace(SMALL, runs=1, runner=RunnerOptions(transfers=True))).rows
     assert [row["transfers"] for row in rows] == [False, False]
     assert all("nothing to transfer" in row["input"] for row in rows)
 
@@ -271,14 +274,14 @@ def test_on_the_cpu_there_is_nothing_to_transfer(folder: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_recorded_graph_and_transfers_on_a_gpu(folder: Path) -> None:
-    rows = suite.run([folder], SMALL, variants="all", runner=RunnerOptions(device="cuda", transfers=True)).rows
+    rows = suite.run([folder], replace(SMALL, variants="all", runner=RunnerOptions(device="cuda", transfers=True))).rows
     assert {row["clock"] for row in rows} == {"cuda events"}
     assert any(row["cuda_graph"] for row in rows) and all(row["transfers"] for row in rows)
     assert all(bool(row["memory"]["cuda_peak_bytes"]) is not row["cuda_graph"] for row in rows)
 
 
 def test_notes_state_the_limits_of_a_protocol(folder: Path) -> None:
-    notes = " ".join(suite.run([folder], SMALL, runs=1).notes)
+    notes = " ".join(suite.run([folder], replace(SMALL, runs=1)).notes)
     assert "leaves out" in notes and "not the published protocol" in notes and "device: cpu" in notes
     exact = environment.protocol_notes(protocol("paper"), [{"device": "cuda:0"}])
     assert "not the published protocol" not in " ".join(exact)
@@ -286,7 +289,7 @@ def test_notes_state_the_limits_of_a_protocol(folder: Path) -> None:
 
 
 def test_conditions_of_a_cpu_run_are_recorded(folder: Path) -> None:
-    data = suite.run([folder / "model.onnx"], SMALL, runs=2).to_dict()
+    data = suite.run([folder / "model.onnx"], replace(SMALL, runs=2)).to_dict()
     (seen,) = data["machine"]["conditions"]
     assert set(seen["cpu_before"]) == {"load_average", "clock_mhz", "governor"}
     assert seen["host_peak_bytes"] > 1e6
@@ -301,7 +304,7 @@ def test_conditions_of_a_cpu_run_are_recorded(folder: Path) -> None:
 def test_memory_is_that_of_one_artifact(folder: Path) -> None:
     """More images need more memory, at least their own bytes; the memory of this process does not count."""
     ballast = torch.ones(2**29, dtype=torch.uint8)
-    few, many = suite.run([folder / "model.onnx"], SMALL, batch=(1, 16384), runs=1, memory=True).rows
+    few, many = suite.run([folder / "model.onnx"], replace(SMALL, batch=(1, 16384), runs=1, memory=True)).rows
     for row in (few, many):
         assert 0 < row["memory"]["process_start_bytes"] < row["memory"]["process_peak_bytes"]
     images = 16384 * 3 * 8 * 8 * 4
@@ -309,4 +312,4 @@ def test_memory_is_that_of_one_artifact(folder: Path) -> None:
     assert few["memory"]["process_peak_bytes"] < machine.peak_bytes() - ballast.numel() // 2
     table = reports.bench_table([{"rows": [few, many]}])
     assert table.columns[-1] == "peak MiB" and int(table.rows[1][-1].removeprefix("+")) > images / 2**20
-    assert "peak MiB" not in reports.bench_table([{"rows": suite.run([folder], SMALL, runs=1).rows}]).columns
+    assert "peak MiB" not in reports.bench_table([{"rows": suite.run([folder], replace(SMALL, runs=1)).rows}]).columns

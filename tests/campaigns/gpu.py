@@ -156,7 +156,7 @@ def measure_form(
         runner |= {"provider": CUDA} if DEVICE == "cuda" else {}
     if kind != "torch":
         runner |= {"cuda_graph": "graph" in more}
-    bench = suite.run(paths[kind, stored], options.bench(**runner), variants=variants)
+    bench = suite.run(paths[kind, stored], replace(options.bench(**runner), variants=variants))
     seconds = {"write": written, "all": time.perf_counter() - began}
     return {**compare_with_macs(bench, macs), "seconds": seconds}
 
@@ -270,7 +270,7 @@ def compare_loops(folder: Path, variant: str, options: Options) -> Line:
         call = lambda images: graph.replay()  # noqa: E731
     own, wall, events, bare = list[float](), list[float](), list[float](), list[float]()
     for _ in range(3):
-        (row,) = suite.run([folder], options.bench(), variants=variant).rows
+        (row,) = suite.run([folder], replace(options.bench(), variants=variant)).rows
         own.append(row["latency_ms"]["p50"])
         wall.append(1000 * options.batch / row["images_per_second"])
         for _ in range(3):

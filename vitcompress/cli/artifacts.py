@@ -186,7 +186,7 @@ def bench(artifacts: tuple[str, ...], notes: bool, **options: Any) -> int:
 
         note_without_manifest(artifacts, progress)
         settings = suite.BenchOptions(runner=opt.take(options, RunnerOptions), **options)
-        result = suite.run(artifacts, settings, progress=progress)
+        result = suite.run(artifacts, settings, progress)
         measured, table = result.to_dict(), bench_table([result.to_dict()])
         record_bench(artifacts, measured, progress)
     return print_result(measured, lambda _: tables.print_bench(measured, table, notes=notes), result.failure())

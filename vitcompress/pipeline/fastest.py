@@ -66,7 +66,7 @@ def choose_fastest(
         if problem and not exports:
             raise problem
         progress.stage(f"Measure {len(exports)} files interleaved")
-        bench = suite.run([exported.path for _, exported in exports], QUICK, progress=progress)
+        bench = suite.run([exported.path for _, exported in exports], QUICK, progress)
         for text in bench.disturbed:
             progress.note(f"disturbed: {text}")
         for (candidate, _), row, ratio in zip(exports, bench.rows, (None, *bench.ratios), strict=True):

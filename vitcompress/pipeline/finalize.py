@@ -105,7 +105,7 @@ def bench_models(job: Job) -> None:
     for dense, compressed, device in _pairs(job):
         runner, seed = RunnerOptions(device=device), job.recipe.run.seed
         options = suite.BenchOptions(table.protocol, table.batch, table.warmup, table.runs, runner, seed=seed)
-        result = suite.run((dense, compressed), options, progress=job.progress).to_dict()
+        result = suite.run((dense, compressed), options, job.progress).to_dict()
         results.append(result)
         for ratio in result["ratios"]:
             job.progress.note(f"{result['rows'][0]['runtime']}: {reports.describe_speedup(ratio)}")
