@@ -91,8 +91,7 @@ class Bench:
 def run(artifacts: Sequence[str | Path], options: BenchOptions, progress: Progress = SILENT) -> Bench:
     """Measure files, run folders, `timm:NAME` and `timm-onnx:NAME` interleaved; the first is the base of all ratios.
 
-    Raises ArtifactError or DeviceError if one of the artifacts cannot run with these options (nothing is measured), and
-    InputError for invalid options.
+    Raises InputError for invalid options, ArtifactError or DeviceError if an artifact cannot run (nothing is measured).
     """
     if not artifacts:
         raise InputError("nothing to measure", hint="give files, run folders or timm:NAME")

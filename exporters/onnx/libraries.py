@@ -150,8 +150,8 @@ def run_errors(what: str) -> Iterator[None]:
     except Exception as error:  # ONNX Runtime's exceptions have no other common base class
         if OUT_OF_MEMORY.search(str(error)) or GPU_ERROR.search(str(error)):
             raise
-        hint = "export it again, with a dynamic batch"
-        raise ArtifactError(f"ONNX Runtime cannot run {what}: {error_text(error)}", hint=hint) from None
+        message = f"ONNX Runtime cannot run {what}: {error_text(error)}"
+        raise ArtifactError(message, hint="export it again, with a dynamic batch") from None
 
 
 def error_text(error: Exception) -> str:

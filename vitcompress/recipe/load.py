@@ -128,10 +128,9 @@ def _step(data: dict[str, object], prefix: str, problems: list[str]) -> Step | N
 
 def _contradictions(recipe: Recipe) -> list[str]:
     """Problems between tables."""
-    problems, dense, finetune = [], recipe.dense, recipe.finetune
-    places = ("path", "train_split", "test_split")
-    if recipe.data.source in BUILT_IN and (wrong := [name for name in places if getattr(recipe.data, name)]):
-        problems.append(f"data.{wrong[0]}   has no effect on {recipe.data.source}: set data.source, as in imagefolder")
+    problems, data, dense, finetune = [], recipe.data, recipe.dense, recipe.finetune
+    if data.source in BUILT_IN and (wrong := [n for n in ("path", "train_split", "test_split") if getattr(data, n)]):
+        problems.append(f"data.{wrong[0]}   has no effect on {data.source}: set data.source, as in imagefolder")
     if recipe.model.weights == "train" and dense is None:
         problems.append('dense   model.weights = "train" needs a [dense] table with the training options')
     if recipe.model.weights != "train" and dense is not None:

@@ -86,8 +86,7 @@ def metadata_check(path: Path, original: PlannedOriginal, contents: Contents | N
         for key, value in {**recorded, **own}.items():
             if values.get(key) != value:
                 problems.append(f"{key} is {values.get(key)!r:.60} in {source}, not {value!r:.60}")
-    detail = "preprocessing, classes and plan are those of the run"
-    return problem_check(f"{file_label(path)}.metadata", problems, detail)
+    return problem_check(f"{file_label(path)}.metadata", problems, "preprocessing, classes, plan are those of the run")
 
 
 def structure_checks(path: Path, original: PlannedOriginal | None) -> list[Check]:
