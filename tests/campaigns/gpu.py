@@ -147,7 +147,7 @@ def measure_form(
         sm = capability() if kind == "trt-rtx" else None
         export = ExportOptions(stored or "fp32", batch=(1, options.batch, options.batch), sm=(sm,) if sm else ())  # type: ignore[arg-type]
         paths[kind, stored] = [
-            write(m, folder / f"{label}-{kind}-{stored}", kind, export) for label, m in models.items()
+            write_artifact(m, folder / f"{label}-{kind}-{stored}", kind, export) for label, m in models.items()
         ]
     written = time.perf_counter() - began
     variants, runner = settings if kind == "torch" else None, dict[str, Any]()
@@ -159,6 +159,14 @@ def measure_form(
     bench = suite.run(paths[kind, stored], replace(options.bench(**runner), variants=variants))
     seconds = {"write": written, "all": time.perf_counter() - began}
     return {**compare_with_macs(bench, macs), "seconds": seconds}
+
+
+def write_artifact(model: nn.Module, path: Path, kind: str, options: ExportOptions) -> Path:
+    """Write the model to a folder, for torch, or to a file, whose suffix is added to `path`."""
+    if kind != "torch":
+        return write(model, path, kind, options)
+    vc.save_model(model, path)
+    return path
 
 
 def compare_with_macs(bench: suite.Bench, macs: dict[str, int]) -> Line:

@@ -47,7 +47,7 @@ class Wide(GatedModel):
 def gated() -> Wide:
     model = create_model(ARCH, ARGS, seed=0)
     blocks = range(ARGS["depth"])
-    return Wide(model, family_of(model), depth_plan(model, Plan(ARCH, ARGS), blocks, blocks)).double()
+    return Wide(model, family_of(model), depth_plan(model, Plan(ARCH, ARGS), blocks, blocks), {}).double()
 
 
 def gradients(runtime: Runtime) -> dict[str, Tensor]:

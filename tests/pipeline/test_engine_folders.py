@@ -59,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_an_engine_is_verified_without_running_it(folder: Path) -> None:
     checks = {check.name: check for check in verify_folder(folder).checks}
-    names = {f"{ENGINE}.{kind}" for kind in ("file", "source", "source.plan", "source.idle", "source.file")}
+    names = {f"{ENGINE}.{kind}" for kind in ("file", "metadata", "source", "source.idle", "source.file")}
     names |= {f"agreement.{ENGINE}.onnx.error", f"weights.{ENGINE}.onnx"}
     assert {name for name in names if checks[name].verdict != "passed"} == set()
 
