@@ -183,6 +183,14 @@ def test_speeds_on_a_gpu() -> None:
         assert cells == [*rates, f"{figure['speedup']:.2f}x", f"{figure['ratio']:.3f}"], label
 
 
+def test_patch_embeddings_on_a_gpu() -> None:
+    known = {figure["what"]: figure.get("ms", {}) for figure in content("gpu-h100-patches.json")["figures"]}
+    for label, cells in gpu_table("| fp16 on a GPU, ms |").items():
+        runtime, _, form = label.partition(", ")
+        figures = [known[f"deit_s_hetdpt, {model}, {runtime} fp16"] for model in ("dense", "pruned")]
+        assert cells == [f"{figure[form]:.2f}" for figure in figures], label
+
+
 def test_training_steps_on_a_gpu() -> None:
     known = {figure["what"]: figure for figure in content("gpu-h100.json")["figures"]}
     table = gpu_table("| training step on a GPU |")

@@ -29,7 +29,7 @@ from vitcompress.errors import CheckFailedError, InputError, UnsupportedModelErr
 from vitcompress.exporters.base import Exported, Exporter, ModelInfo, record_export, write_with_data
 from vitcompress.exporters.onnx import libraries
 from vitcompress.exporters.onnx.file import is_zero, read_contents
-from vitcompress.exporters.onnx.gemm import join_linear_layers
+from vitcompress.exporters.onnx.gemm import join_linear_layers, multiply_patches
 from vitcompress.exporters.onnx.runner import OnnxRunner
 from vitcompress.exporters.onnx.tokens import drop_unread_tokens
 from vitcompress.exporters.options import EIGHT_BITS, ONLY_EIGHT_BITS, ExportOptions
@@ -100,6 +100,8 @@ def export(
     program = _trace(model, options, opset, about)
     labels = {**_labels(model, options, about), "opset_reason": why}
     metadata = {key: json.dumps(value) for key, value in labels.items()}
+    if lean and options.precision in HALF:
+        multiply_patches(program.model.graph)
     _tidy(program.model, metadata, lean)
     files = _write_checked(path, partial(program.save, external_data=external_data))
     fields: dict[str, Any] = {"precision": options.precision, "opset": opset, "opset_reason": why, "metadata": metadata}

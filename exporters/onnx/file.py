@@ -193,9 +193,9 @@ def weight_key(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _source(value: onnx_ir.Value) -> onnx_ir.Value:
-    """The stored tensor of a value that is dequantized or converted, other values as they are."""
-    node = value.producer()
-    return node.inputs[0] or value if node is not None and node.op_type in ("DequantizeLinear", "Cast") else value
+    """The stored tensor of a value that is dequantized, converted or reshaped, other values as they are."""
+    node, kinds = value.producer(), ("DequantizeLinear", "Cast", "Reshape")
+    return node.inputs[0] or value if node is not None and node.op_type in kinds else value
 
 
 def is_zero(value: onnx_ir.Value | None) -> bool:

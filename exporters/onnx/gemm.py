@@ -33,6 +33,50 @@ def join_linear_layers(graph: ir.Graph) -> int:
     return len(layers)
 
 
+def multiply_patches(graph: ir.Graph) -> None:
+    """Write convolutions of separate patches as a Gemm, if tensor cores do not support them.
+
+    On an H100 ONNX Runtime is 1.05 to 1.09 times as fast with it (DeiT-S in fp16, dense and pruned, 256 images). The
+    weight keeps its shape: runtimes fold the Reshape of a constant.
+    """
+    for node in [node for node in graph if node.op_type == "Conv" and _needs_product(node)]:
+        _multiply_patches(graph, node)
+
+
+def _needs_product(node: ir.Node) -> bool:
+    """Whether a convolution reads every place of its images once, with too few channels for tensor cores."""
+    images, weight = node.inputs[:2]
+    if images is None or images.shape is None or weight is None or weight.shape is None or len(weight.shape) != 4:
+        return False
+    channels, *patch = weight.shape.numpy()[1:]
+    strides, pads = (node.attributes.get_ints(name, ()) for name in ("strides", "pads"))
+    whole = all(isinstance(side, int) and side % step == 0 for side, step in zip(images.shape[2:], patch, strict=True))
+    return whole and channels < 8 and [*strides] == patch and not any(pads) and channels == images.shape[1]
+
+
+def _multiply_patches(graph: ir.Graph, node: ir.Node) -> None:
+    (images, weight, *bias), (maps,) = node.inputs, node.outputs
+    assert weight is not None and weight.shape is not None and maps.shape is not None
+    (width, channels, high, wide), (rows, columns) = weight.shape.numpy(), maps.shape[2:]
+
+    def add(kind: str, inputs: Sequence[ir.Value | None], suffix: str, shape: Sequence[Any], **more: Any) -> ir.Value:
+        new = create_node(kind, inputs, f"{maps.name}.{suffix}", maps, ir.Shape(shape), **more)
+        graph.insert_before(node, new)
+        return new.outputs[0]
+
+    def reshape(value: ir.Value | None, shape: Sequence[Any], suffix: str) -> ir.Value:
+        return _reshape(graph, value, maps, shape, suffix, node)
+
+    cut = reshape(images, [None, channels, rows, high, columns, wide], "cut")
+    patches = add("Transpose", [cut], "patches", [None, rows, columns, channels, high, wide], perm=[0, 2, 4, 1, 3, 5])
+    length = channels * high * wide
+    factors = reshape(patches, [None, length], "rows"), reshape(weight, [width, length], "matrix")
+    product = add("Gemm", [*factors, *bias], "product", [None, width], transB=1)
+    whole = reshape(product, [None, rows, columns, width], "whole")
+    ir.convenience.replace_all_uses_with(maps, add("Transpose", [whole], "maps", maps.shape, perm=[0, 3, 1, 2]))
+    graph.remove(node, safe=True)
+
+
 class _Rows:
     """Values as (all tokens, channels). `replaced`: values that are no longer computed with all their axes."""
 
@@ -49,14 +93,14 @@ class _Rows:
         if value not in self._rows:
             producer = value.producer()
             source = producer.inputs[0] if producer is not None and _keeps_order(producer) else value
-            self._rows[value] = self._reshape(source, value, [None, value.shape[-1]], "rows", before)
+            self._rows[value] = _reshape(self._graph, source, value, [None, value.shape[-1]], "rows", before)
         return self._rows[value]
 
     def whole(self, value: ir.Value, before: ir.Node) -> ir.Value:
         """A replaced value with all its axes, for a node that needs them."""
         if value not in self._whole:
             assert value.shape is not None
-            self._whole[value] = self._reshape(self._rows[value], value, list(value.shape), "whole", before)
+            self._whole[value] = _reshape(self._graph, self._rows[value], value, value.shape, "whole", before)
         return self._whole[value]
 
     def replace(
@@ -71,15 +115,16 @@ class _Rows:
         self._rows[value] = new.outputs[0]
         self.replaced.add(value)
 
-    def _reshape(
-        self, source: ir.Value | None, value: ir.Value, shape: Sequence[Any], suffix: str, before: ir.Node
-    ) -> ir.Value:
-        """`value`, from `source` with the same order, in a shape whose first size depends on the batch."""
-        name = f"{value.name}.{suffix}"
-        sizes = constant(self._graph, np.array([-1, *shape[1:]], dtype=np.int64), f"{name}.sizes")
-        node = create_node("Reshape", [source, sizes], name, value, ir.Shape(shape))
-        self._graph.insert_before(before, node)
-        return node.outputs[0]
+
+def _reshape(
+    graph: ir.Graph, source: ir.Value | None, like: ir.Value, shape: Sequence[Any], suffix: str, before: ir.Node
+) -> ir.Value:
+    """`source` in a `shape` whose first size follows from the others, with the type of `like`."""
+    name = f"{like.name}.{suffix}"
+    sizes = constant(graph, np.array([-1, *shape[1:]], dtype=np.int64), f"{name}.sizes")
+    node = create_node("Reshape", [source, sizes], name, like, ir.Shape(shape))
+    graph.insert_before(before, node)
+    return node.outputs[0]
 
 
 def _linear(node: ir.Node) -> tuple[ir.Node, ir.Value] | None:

@@ -40,13 +40,14 @@ from vitcompress.training.loaders import EvalLoader
 Line = dict[str, Any]
 DEPTH = ("deit_s_hetdpt", "deit_b_hetdpt", "nose_deit_s_4")
 WIDTH = ("up_deit_s", "deit_iso_2_6g", "hetdpt_plus_2_4g", "deit_s_sero", "deit_b_sero")
-# Format, precision, and settings of the runtime. `+graph`: replayed as a CUDA graph.
+# Format, precision, and settings. `+graph`: replayed as a CUDA graph. `+23`: exported with this opset.
 FORMS = (
     "torch fp16",
     "torch fp16+graph",
     "torch bf16",
     "torch fp16+compile",
     "onnx fp16",
+    "onnx fp16+23",
     "onnx fp16+graph",
     "trt fp16",
 )
@@ -137,17 +138,20 @@ def measure_form(
     folder: Path,
     options: Options,
 ) -> Line:
-    """One form of both models. paths: files that are already written, by format and precision."""
+    """One form of both models. paths: files that are already written, by format, precision and opset."""
     kind, _, settings = form.partition(" ")
     precision, *more = settings.split("+")
     # TF32 is a setting of ONNX Runtime, not of the file. A run folder serves every precision.
     stored = "" if kind == "torch" else "fp32" if (kind, precision) == ("onnx", "tf32") else precision
+    opset = next((int(setting) for setting in more if setting.isdecimal()), None)
     began = time.perf_counter()
-    if (kind, stored) not in paths:
+    key = (kind, f"{stored}-{opset}")
+    if key not in paths:
         sm = capability() if kind == "trt-rtx" else None
-        export = ExportOptions(stored or "fp32", batch=(1, options.batch, options.batch), sm=(sm,) if sm else ())  # type: ignore[arg-type]
-        paths[kind, stored] = [
-            write_artifact(m, folder / f"{label}-{kind}-{stored}", kind, export) for label, m in models.items()
+        batch, targets = (1, options.batch, options.batch), (sm,) if sm else ()
+        export = ExportOptions(stored or "fp32", batch=batch, sm=targets, opset=opset)  # type: ignore[arg-type]
+        paths[key] = [
+            write_artifact(m, folder / f"{label}-{'-'.join(key)}", kind, export) for label, m in models.items()
         ]
     written = time.perf_counter() - began
     variants, runner = settings if kind == "torch" else None, dict[str, Any]()
@@ -156,7 +160,7 @@ def measure_form(
         runner |= {"provider": CUDA} if DEVICE == "cuda" else {}
     if kind != "torch":
         runner |= {"cuda_graph": "graph" in more}
-    bench = suite.run(paths[kind, stored], replace(options.bench(**runner), variants=variants))
+    bench = suite.run(paths[key], replace(options.bench(**runner), variants=variants))
     seconds = {"write": written, "all": time.perf_counter() - began}
     return {**compare_with_macs(bench, macs), "seconds": seconds}
 

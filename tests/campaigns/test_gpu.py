@@ -23,12 +23,12 @@ def recipe(tmp_path: Path) -> str:
 
 
 def test_speeds_are_compared_with_macs_on_the_device(recipe: str, tmp_path: Path) -> None:
-    forms = ("torch fp32", "onnx fp32", "trt fp32")
+    forms = ("torch fp32", "onnx fp32", "onnx fp32+23", "trt fp32")
     out, words = tmp_path / "speed.json", ("--recipes", recipe, "--forms", *forms, *SMALL)
     assert gpu.main(["speed", "--out", str(out), *words]) == 0
     written = json.loads(out.read_text())
     lines = {line["what"].split(", ")[1]: line for line in written["figures"]}
-    for form in forms[:2]:
+    for form in forms[:3]:
         line = lines[form]
         assert line["ratio"] * line["macs_ratio"] == pytest.approx(line["speedup"]) and line["macs_ratio"] > 1
         assert [row["artifact"] for row in line["rows"]] == ["dense", "pruned"]

@@ -1,5 +1,6 @@
 """A lean graph has the outputs of the graph that torch wrote, with fewer rows and one node per linear layer."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,17 @@ import pytest
 import torch
 from contracts import build, traces
 from onnx_agreement import failures
+from onnx_ir.passes.common import ShapeInferencePass
 from torch import nn
 
 from vitcompress import surgery
 from vitcompress.exporters.onnx.export import export
 from vitcompress.exporters.onnx.file import graph_facts
+from vitcompress.exporters.onnx.gemm import multiply_patches
 from vitcompress.exporters.onnx.tokens import drop_unread_tokens
 from vitcompress.exporters.options import ExportOptions
+from vitcompress.exporters.runtimes import open_runner
+from vitcompress.families import family_of
 from vitcompress.models.create import input_config
 from vitcompress.plan import Plan
 
@@ -100,3 +105,36 @@ def test_linear_layers_are_one_node_each(tmp_path: Path) -> None:
     ends = 6  # patches become tokens, and rows twice; the last attention cuts them to one, which the head reads
     assert sum(node.op_type == "Reshape" for node in nodes) == around + ends
     assert failures(model, path, "layer_scale") == []
+
+
+def convolutions(path: Path) -> int:
+    return graph_facts(path).operators.get("Conv", 0)
+
+
+@pytest.mark.parametrize("uint8", [False, True])
+@pytest.mark.parametrize(("variant", "size"), [("plain", [8, 16]), ("swin", [16, 16])])
+def test_a_product_of_patches_is_their_convolution(variant: str, size: list[int], uint8: bool, tmp_path: Path) -> None:
+    model, images = build(variant, dtype=torch.float32, img_size=size), torch.randint(0, 9, (3, 3, *size))
+    stem = model.get_submodule(family_of(model).stem)
+    if not uint8:  # sums of small integers are exact in any order
+        stem.weight.data, stem.bias.data = (torch.randint(-9, 9, t.shape).float() for t in (stem.weight, stem.bias))
+    path = export(model, tmp_path / "m.onnx", input=input_config(model), options=ExportOptions(uint8=uint8)).path
+    program = onnx_ir.load(path)
+    graph = ShapeInferencePass()(program).model.graph
+    multiply_patches(graph)
+    onnx_ir.save(program, product_path := tmp_path / "product.onnx")
+    assert (convolutions(path), convolutions(product_path)) == (1, 0)
+    images = images.to(torch.uint8).permute(0, 2, 3, 1) if uint8 else images.float()
+    with closing(open_runner(path)) as convolution, closing(open_runner(product_path)) as product:
+        torch.testing.assert_close(product(images), convolution(images), rtol=0, atol=1e-5 * uint8)
+
+
+@pytest.mark.parametrize("uint8", [False, True])
+@pytest.mark.parametrize(("variant", "multiplied"), [("plain", 1), ("swin", 1), ("pvt", 0)])
+def test_patches_are_multiplied_in_half_precision(variant: str, multiplied: int, uint8: bool, tmp_path: Path) -> None:
+    model, options = build(variant, dtype=torch.float32), ExportOptions("fp16", uint8=uint8)
+    about: Any = {"input": input_config(model), "options": options}
+    path = export(model, tmp_path / "m.onnx", **about).path
+    kept = export(model, tmp_path / "kept.onnx", lean=False, **about).path
+    assert convolutions(path) == convolutions(kept) - multiplied  # PVT's patches overlap
+    assert uint8 or failures(model, path, variant) == []
