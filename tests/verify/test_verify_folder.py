@@ -284,7 +284,7 @@ def test_preprocessing_and_classes_of_a_file_are_those_of_the_run(
     ],
 )
 def test_a_sidecar_states_what_its_file_states(key: str, value: str, says: str, folder: Path) -> None:
-    known = read_sidecar(folder / "model.onnx") or {}
+    known = read_sidecar(folder / "model.onnx")
     amend_sidecar(folder / "model.onnx", metadata={**known["metadata"], key: json.dumps(value)})
     (failed,) = (check for check in verify_folder(folder).checks if check.verdict == "failed")
     assert failed.name == "onnx.metadata" and says in failed.detail
@@ -292,7 +292,7 @@ def test_a_sidecar_states_what_its_file_states(key: str, value: str, says: str, 
 
 def test_an_engine_of_another_plan_fails(folder: Path) -> None:
     """Without a GPU nothing but its sidecar shows that it is of another run."""
-    engine, known = folder / "model.engine", read_sidecar(folder / "model.onnx") or {}
+    engine, known = folder / "model.engine", read_sidecar(folder / "model.onnx")
     engine.write_bytes(b"x")
     digest = file_sha256(engine)
     about = {"path": engine.name, "format": "trt", "sha256": digest, "files": {engine.name: digest}}

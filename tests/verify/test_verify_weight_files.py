@@ -45,6 +45,24 @@ def test_weights_in_half_precision_with_fp32_layers_are_compared(tmp_path: Path)
     assert passes(model, path)
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_position_biases_of_an_attention_core_in_fp32_are_those_of_half_precision(
+    precision: Any, tmp_path: Path
+) -> None:
+    """BEiT adds them to its scores: torch gathers them from the table in half precision, and stores them in fp32."""
+    model, path = build("beit", dtype=torch.float32), tmp_path / "model.onnx"
+    table = model.get_parameter("blocks.1.attn.relative_position_bias_table")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.5)
+    export(model, path, input=input_config(model), options=ExportOptions(precision=precision, islands=("softmax",)))
+    assert check_weights(model, path).verdict == "passed"
+    with torch.no_grad():
+        table[3, 1] += 0.1
+    check = check_weights(model, path)
+    assert check.verdict == "failed" and "blocks.1.attn.relative_position_bias_table" in check.detail
+
+
 @pytest.fixture(scope="module")
 def openvino_ir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if EXPORTERS["openvino"].unavailable():

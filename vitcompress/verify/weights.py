@@ -165,11 +165,12 @@ def _match_quantized(
 
 
 def _find_gathered(stored: Stored, missing: Mapping[str, Tensor]) -> str | None:
-    """The tensor whose values `stored` repeats: Swin's position biases are table[index], some with the window mask."""
+    """The tensor whose values `stored` repeats: position biases are table[index], in Swin some with the window mask."""
+    count = prod(stored.shape)  # in fp32 if the attention core is, at any precision of the table
     for name, tensor in missing.items():
-        fits = stored.size == prod(stored.shape) * tensor.element_size() >= tensor.nbytes
-        if fits and tensor.is_floating_point():
-            values = torch.frombuffer(bytearray(stored.read()), dtype=tensor.dtype).float()
+        kinds = [kind for kind in (tensor.dtype, torch.float32) if stored.size == count * kind.itemsize]
+        if kinds and count >= tensor.numel() and tensor.is_floating_point():
+            values = torch.frombuffer(bytearray(stored.read()), dtype=kinds[0]).float()
             own, masked = (torch.unique(table.detach()).float() for table in (tensor, tensor + WINDOW_MASK))
             if torch.isin(own, values).all() and torch.isin(values, torch.cat([own, masked])).all():
                 return name
