@@ -114,6 +114,13 @@ def quantize(source: Path, target: Path, settings: Quantization, metadata: Mappi
     quantizer.quantize_model()
     quantizer.model.topological_sort()
     result = quantizer.model.model
+    # It gives the rounded values to all readers of an input, in PVTv2 also to convolutions, which stay in fp32.
+    pairs = [node for node in result.graph.node if node.op_type in ("QuantizeLinear", "DequantizeLinear")]
+    sources = {node.output[0]: node.input[0] for node in pairs}
+    wide = {name: sources[source] for name, source in sources.items() if source in sources}
+    for node in result.graph.node:
+        if node.name not in quantizer.nodes_to_quantize:
+            node.input[:] = [wide.get(name, name) for name in node.input]
     _store_in_half(result, settings.half)
     if settings.form == "unsigned_input" and not fp8:
         zeros = {node.input[2] for node in result.graph.node if node.op_type == "QuantizeLinear"}

@@ -394,6 +394,22 @@ def test_two_exports_are_the_same_bytes(tmp_path: Path) -> None:
     assert write(tmp_path, model()).path.read_bytes() == first  # traced again
 
 
+@pytest.mark.parametrize("form", ["unsigned_input", "int32_bias", "float_bias"])
+def test_products_alone_read_rounded_values(form: str, tmp_path: Path) -> None:
+    """The convolutions of PVTv2 read the outputs of LayerNorms, too, and stay in fp32."""
+    (source := build("pvt", dtype=torch.float32)).eval()
+    x = images("pvt", count=8, dtype=torch.float32)
+    about: Any = {"input": input_config(source), "calibrate": lambda path: calibrate(path, x, "int8")}
+    options = ExportOptions(precision="int8")
+    path = export(source, tmp_path / "m.onnx", options=options, form=form, lean=form != "float_bias", **about).path  # type: ignore[arg-type]
+    nodes = onnx.load(str(path)).graph.node
+    assert any(node.op_type == "Conv" for node in nodes)
+    rounded = {node.output[0] for node in nodes if node.op_type == "QuantizeLinear"}
+    rounded = {node.output[0] for node in nodes if node.input[0] in rounded}
+    readers = {node.op_type for node in nodes if rounded & {*node.input}}
+    assert readers and readers <= {"Gemm", "MatMul"}
+
+
 def test_stated_ranges_need_no_images(tmp_path: Path) -> None:
     """As after a training with fixed or learned ranges."""
     about: Any = {"input": input_config(model()), "calibrate": lambda path: dict.fromkeys(LAYERS, 3.0)}
