@@ -130,7 +130,8 @@ def read_contents(path: Path) -> Contents:
         stored.append(Stored(name, shape, size, own, values.tobytes, index, represented))
         places.add(place)
     size = path.stat().st_size + path.with_suffix(".bin").stat().st_size
-    return Contents(tuple(stored), size, {**read_metadata(model), "precision": '"fp32"'})
+    labels = read_metadata(model)
+    return Contents(tuple(stored), size, {**labels, "precision": '"int8"' if "quantization" in labels else '"fp32"'})
 
 
 OPENVINO = Exporter(

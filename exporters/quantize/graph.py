@@ -18,9 +18,9 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from vitcompress.errors import PrecisionError
+from vitcompress.errors import ArtifactError, PrecisionError
 from vitcompress.exporters.onnx import file
-from vitcompress.exporters.options import EightBits
+from vitcompress.exporters.options import EIGHT_BITS, EightBits
 from vitcompress.io.validation import options_of
 
 Form = Literal["int32_bias", "unsigned_input", "float_bias"]  # the second has int32 biases, too
@@ -52,8 +52,14 @@ class Quantization:
 
 def read_quantization(labels: Mapping[str, Any]) -> Quantization | None:
     """The record `quantization` in the decoded metadata of a file; None for other files. Raises InputError."""
-    record = labels.get("quantization")
-    return options_of(Quantization, record, "the quantization") if isinstance(record, dict) else None
+    record, stated = labels.get("quantization"), str(labels.get("precision")).partition("+")[0]
+    settings = options_of(Quantization, record, "the quantization") if isinstance(record, dict) else None
+    actual = settings.precision if settings else "no"
+    if actual != (stated if stated in EIGHT_BITS else "no"):
+        raise ArtifactError(
+            f"the metadata state the precision {stated}, but {actual} quantization", hint="export it again"
+        )
+    return settings
 
 
 def find_products(model: Any, precision: str) -> Iterator[tuple[Any, dict[str, str]]]:

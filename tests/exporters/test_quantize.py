@@ -14,6 +14,7 @@ import onnxruntime as ort
 import pytest
 import torch
 from contracts import build, images, traces
+from onnx import numpy_helper
 from torch import nn
 
 from vitcompress.errors import InputError, PrecisionError
@@ -25,12 +26,15 @@ from vitcompress.exporters.quantize.calibrate import calibrate
 from vitcompress.exporters.quantize.emulate import EightBitProducts, round_values
 from vitcompress.exporters.quantize.graph import LARGEST, Quantization, _store_in_half, find_products, quantize
 from vitcompress.exporters.runtimes import EXPORTERS
+from vitcompress.exporters.sidecar import amend_sidecar
 from vitcompress.exporters.uint8 import from_bytes, to_bytes
 from vitcompress.io import hardware
 from vitcompress.io.checks import Check
-from vitcompress.models.create import input_config
+from vitcompress.io.files import file_sha256
+from vitcompress.models.create import input_config, plan_of
 from vitcompress.verify import outputs
-from vitcompress.verify.outputs import SHARES, Original, output_checks
+from vitcompress.verify.files import check_file
+from vitcompress.verify.outputs import SHARES, Original, PlannedOriginal, output_checks
 from vitcompress.verify.tolerance import quantization_limit
 from vitcompress.verify.weights import compare_tensors, exported_module
 
@@ -387,6 +391,63 @@ def test_another_scale_or_zero_point_of_a_weight_is_a_problem(tmp_path: Path, pr
 def _problems(source: nn.Module, path: Path) -> tuple[str, ...]:
     contents = EXPORTERS["onnx"].contents(path)  # type: ignore[misc]
     return compare_tensors(exported_module(source, contents.metadata), contents).problems
+
+
+def _another_axis(graph: Any, node: Any) -> None:
+    node.attribute[0].i = 0
+
+
+def _no_axis(graph: Any, node: Any) -> None:
+    node.attribute[0].i = 9
+
+
+def _computed_scale(graph: Any, node: Any) -> None:
+    graph.node.insert(0, onnx.helper.make_node("Identity", [node.input[1]], ["computed"]))
+    node.input[1] = "computed"
+
+
+def _shorter_scale(graph: Any, node: Any) -> None:
+    scale = next(tensor for tensor in graph.initializer if tensor.name == node.input[1])
+    scale.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(scale)[:-1], scale.name))
+
+
+def _unknown_type(graph: Any, node: Any) -> None:
+    graph.initializer[0].data_type = 99
+
+
+def _wrong_sizes(graph: Any, node: Any) -> None:
+    shapes = {node.input[1] for node in graph.node if node.op_type == "Reshape"}
+    sizes = next(tensor for tensor in graph.initializer if tensor.name in shapes and tensor.dims[0] > 1)
+    sizes.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(sizes) + 1, sizes.name))
+
+
+@pytest.mark.parametrize(
+    "damage", [_another_axis, _no_axis, _computed_scale, _shorter_scale, _unknown_type, _wrong_sizes]
+)
+def test_a_damaged_graph_fails_its_checks(damage: Callable[[Any, Any], None], tmp_path: Path) -> None:
+    """Whatever is wrong in it: other files of a folder are checked after it."""
+    done = write(tmp_path)
+    wrong = onnx.load(str(done.path))
+    reads = (node for node in wrong.graph.node if node.op_type == "DequantizeLinear")
+    damage(wrong.graph, next(node for node in reads if node.input[0].endswith(".weight_quantized")))
+    onnx.save(wrong, str(done.path))
+    amend_sidecar(done.path, files={done.path.name: file_sha256(done.path)})
+    checks, _ = check_file(done.path, PlannedOriginal(model(), X, plan=plan_of(model())))
+    failed = {check.name for check in checks if check.verdict == "failed"}
+    assert failed & {f"weights.{done.path.name}", f"agreement.{done.path.name}"}
+
+
+@pytest.mark.parametrize(("key", "value"), [("precision", '"fp32"'), ("precision", '"fp8"'), ("quantization", "null")])
+def test_precision_and_quantization_belong_together(key: str, value: str, tmp_path: Path) -> None:
+    done = write(tmp_path)
+    wrong = onnx.load(str(done.path))
+    next(entry for entry in wrong.metadata_props if entry.key == key).value = value
+    onnx.save(wrong, str(done.path))
+    amend_sidecar(done.path, files={done.path.name: file_sha256(done.path)})
+    checks, _ = check_file(done.path, PlannedOriginal(model(), X, plan=plan_of(model())))
+    failed = {check.name: check.detail for check in checks if check.verdict == "failed"}
+    assert any(name.startswith("agreement.") for name in failed)
+    assert "the metadata state the precision" in failed[f"weights.{done.path.name}"]
 
 
 def test_two_exports_are_the_same_bytes(tmp_path: Path) -> None:

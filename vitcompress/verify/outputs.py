@@ -382,9 +382,9 @@ def rounded_checks(path: Path, original: Original) -> list[Check]:
         return []
     images = original.rounded_to_bytes(input) if metadata.get("input") == "uint8" else original.images
     try:
-        calls = [(torch.arange(len(images)), rounded_logits(path, images))]
+        settings, calls = _quantization(path), [(torch.arange(len(images)), rounded_logits(path, images))]
     except VitcompressError as error:
         return [Check(f"{PREFIX}{path.name}.rounded", "failed", detail=error.message)]
     source = f"every result rounded to {precision} in onnxruntime on cpu, a proxy for the GPU"
-    limits = ([settings], 1) if (settings := _quantization(path)) else ([precision], 0)
+    limits = ([settings], 1) if settings else ([precision], 0)
     return _call_checks(f"{path.name}.rounded", original, images, calls, limits, source)
