@@ -5,22 +5,12 @@ from typing import Any, ClassVar
 from timm.models.pvt_v2 import Attention, Block, MlpWithDepthwiseConv, PyramidVisionTransformerV2
 from torch import nn
 
+from vitcompress.families import base
 from vitcompress.families.attention import SlicedReductionAttention
-from vitcompress.families.base import (
-    Axis,
-    Described,
-    Space,
-    StagedFamily,
-    describe_heads,
-    input_axis,
-    is_empty,
-    linear_axes,
-    norm_axes,
-)
 from vitcompress.families.edited_block import Wiring
 
 
-class PvtFamily(StagedFamily):
+class PvtFamily(base.StagedFamily):
     """One residual stream per stage, each begun by an overlapping patch embedding and ended by a norm."""
 
     name = "pvt"
@@ -40,25 +30,25 @@ class PvtFamily(StagedFamily):
     def depths(self, model: Any) -> list[int]:
         return list(model.depths)
 
-    def describe_attention(self, model: nn.Module, path: str, attn: Any) -> Described:
+    def describe_attention(self, model: nn.Module, path: str, attn: Any) -> base.Described:
         name = f"{path}.attn"
-        spaces = describe_heads(model, path, name, attn)
-        axes = [input_axis(f"{name}.q"), *linear_axes(model, f"{name}.proj")]
+        spaces = base.describe_heads(model, path, name, attn)
+        axes = [base.input_axis(f"{name}.q"), *base.linear_axes(model, f"{name}.proj")]
         if attn.sr is None:
-            return spaces, [*axes, input_axis(f"{name}.kv")]
-        reduction = (*linear_axes(model, f"{name}.sr"), *norm_axes(model, f"{name}.norm"), input_axis(f"{name}.kv"))
-        spaces.append(Space(f"{path}.sr", "sr", attn.sr.out_channels, reduction))
-        return spaces, [*axes, input_axis(f"{name}.sr")]
+            return spaces, [*axes, base.input_axis(f"{name}.kv")]
+        reduced = (*base.linear_axes(model, f"{name}.sr"), *base.norm_axes(model, f"{name}.norm"))
+        spaces.append(base.Space(f"{path}.sr", "sr", attn.sr.out_channels, (*reduced, base.input_axis(f"{name}.kv"))))
+        return spaces, [*axes, base.input_axis(f"{name}.sr")]
 
-    def stage_axes(self, model: Any, number: int) -> tuple[list[Axis], list[Axis]]:
+    def stage_axes(self, model: Any, number: int) -> tuple[list[base.Axis], list[base.Axis]]:
         """The patch embedding; the stage's norm, then the next patch embedding or the classifier."""
         embedding = f"stages.{number}.downsample" if number else "patch_embed"
-        first = [*linear_axes(model, f"{embedding}.proj"), *norm_axes(model, f"{embedding}.norm")]
-        last = list(norm_axes(model, f"stages.{number}.norm"))
+        first = [*base.linear_axes(model, f"{embedding}.proj"), *base.norm_axes(model, f"{embedding}.norm")]
+        last = list(base.norm_axes(model, f"stages.{number}.norm"))
         if number + 1 < len(model.stages):
-            last.append(input_axis(f"stages.{number + 1}.downsample.proj"))
-        elif not is_empty(model.head):
-            last.append(input_axis("head"))
+            last.append(base.input_axis(f"stages.{number + 1}.downsample.proj"))
+        elif not base.is_empty(model.head):
+            last.append(base.input_axis("head"))
         return first, last
 
     def set_width(self, model: Any, space: str, width: int) -> None:

@@ -8,24 +8,14 @@ from timm.layers import Attention, AttentionPoolLatent, GluMlp, LayerScale, Mlp
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
+from vitcompress.families import base
 from vitcompress.families.attention import SlicedAttention, SlicedPool
-from vitcompress.families.base import (
-    Axis,
-    Family,
-    Space,
-    describe_pool,
-    input_axis,
-    is_empty,
-    linear_axes,
-    norm_axes,
-    pool_problem,
-)
 from vitcompress.families.edited_block import Wiring
 
 TOKENS = ("cls_token", "reg_token", "dist_token")
 
 
-class VitFamily(Family):
+class VitFamily(base.Family):
     """One residual stream, prefix tokens, two LayerScales per block, and possibly an attention pool."""
 
     name = "vit"
@@ -44,27 +34,27 @@ class VitFamily(Family):
     )
 
     def problem(self, model: Any) -> str | None:
-        return super().problem(model) or pool_problem(getattr(model, "attn_pool", None), _width(model))
+        return super().problem(model) or base.pool_problem(getattr(model, "attn_pool", None), _width(model))
 
     def block_problem(self, block: Any) -> str | None:
         attn = getattr(block, "attn", None)
         optional = (getattr(attn, name, None) for name in ("q_norm", "k_norm", "norm", "gate"))
-        if isinstance(attn, tuple(self.sliced)) and not is_empty(*optional):
+        if isinstance(attn, tuple(self.sliced)) and not base.is_empty(*optional):
             return "its attention normalizes q, k or its output, or has a gate"
         return super().block_problem(block)
 
-    def streams(self, model: Any, axes: Mapping[str, Iterable[Axis]]) -> Iterator[Space]:
-        tokens = [Axis(name, 2) for name in (*TOKENS, "pos_embed") if getattr(model, name, None) is not None]
-        residual = [*tokens, *linear_axes(model, "patch_embed.proj")]
-        residual += [axis for name in ("patch_embed.norm", "norm_pre") for axis in norm_axes(model, name)]
+    def streams(self, model: Any, axes: Mapping[str, Iterable[base.Axis]]) -> Iterator[base.Space]:
+        tokens = [base.Axis(name, 2) for name in (*TOKENS, "pos_embed") if getattr(model, name, None) is not None]
+        residual = [*tokens, *base.linear_axes(model, "patch_embed.proj")]
+        residual += [axis for name in ("patch_embed.norm", "norm_pre") for axis in base.norm_axes(model, name)]
         residual += [axis for own in axes.values() for axis in own]
         if getattr(model, "attn_pool", None) is not None:
-            spaces, pool = describe_pool(model, "attn_pool", model.attn_pool)
+            spaces, pool = base.describe_pool(model, "attn_pool", model.attn_pool)
             yield from spaces
             residual += pool
-        residual += [axis for name in ("norm", "fc_norm") for axis in norm_axes(model, name)]
-        residual += [input_axis(name) for name in ("head", "head_dist") if not is_empty(getattr(model, name, None))]
-        yield Space("residual", "residual", _width(model), tuple(residual))
+        residual += [axis for name in ("norm", "fc_norm") for axis in base.norm_axes(model, name)]
+        heads = (name for name in ("head", "head_dist") if not base.is_empty(getattr(model, name, None)))
+        yield base.Space("residual", "residual", _width(model), (*residual, *map(base.input_axis, heads)))
 
     def set_width(self, model: Any, space: str, width: int) -> None:
         model.embed_dim = model.num_features = model.head_hidden_size = width
@@ -75,11 +65,11 @@ class VitFamily(Family):
         """The position embedding if it covers all tokens, else the bias of the patches and the model's own tokens."""
         tokens = tuple(name for name in TOKENS if getattr(model, name, None) is not None)
         stem, positions = model.patch_embed, model.pos_embed
-        if not is_empty(getattr(model, "norm_pre", None)):
+        if not base.is_empty(getattr(model, "norm_pre", None)):
             return ()
         if positions is not None and positions.shape[1] == stem.num_patches + model.num_prefix_tokens:
             return ("pos_embed",)
-        return ("patch_embed.proj.bias", *tokens) if stem.proj.bias is not None and is_empty(stem.norm) else ()
+        return ("patch_embed.proj.bias", *tokens) if stem.proj.bias is not None and base.is_empty(stem.norm) else ()
 
 
 def _width(model: Any) -> int:
@@ -108,7 +98,7 @@ class FirstTokensBlock(nn.Module):
         return cast(Tensor, x + block.ls2(block.mlp(block.norm2(x))))
 
 
-def shorten_last_block(model: nn.Module, family: Family) -> dict[str, FirstTokensBlock]:
+def shorten_last_block(model: nn.Module, family: base.Family) -> dict[str, FirstTokensBlock]:
     """Path of the last block -> its replacement; empty if the classifier reads all tokens."""
     blocks = family.blocks(model)
     if not isinstance(model, VisionTransformer) or model.global_pool != "token" or model.attn_pool or not blocks:
