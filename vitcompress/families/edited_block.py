@@ -74,10 +74,15 @@ class EditedBlock(nn.Module):
         """`block` itself if it is an edited block, else an edited block that computes the same."""
         return block if isinstance(block, cls) else cls(wiring.parts(block), wiring)
 
-    def rewire(self, part: str, chain: tuple[str, ...] | None) -> None:
-        """Replace the branch that contains `part` by `chain` (None: no branch) and delete unused children."""
-        branches = [chain if part in branch else branch for branch in self.branches]
-        self.branches = tuple(branch for branch in branches if branch is not None)
+    def rewire(self, part: str, replacement: str) -> None:
+        """Replace `part` as `Plan.removed` says (`drop`: no branch, `double`: an empty one); delete unused children."""
+        branches: list[tuple[str, ...]] = []
+        for branch in self.branches:
+            if part not in branch:
+                branches.append(branch)
+            elif replacement != "drop":  # norm and LayerScale stay
+                branches.append(() if replacement == "double" else tuple(name for name in branch if name != part))
+        self.branches = tuple(branches)
         used = {name for branch in self.branches for name in branch}
         for name in [n for n in (*self._modules, *self._parameters) if n not in used and n != "output_act"]:
             delattr(self, name)

@@ -31,23 +31,12 @@ def remove_sites(model: nn.Module, family: Family, plan: Plan) -> None:
         elif site.kind == "block":
             _drop_block(model, name)
         else:
-            part = SITE_PARTS[site.kind]
-            _edited_block(model, family, site.block).rewire(part, _chain(family, part, replacement))
+            _edited_block(model, family, site.block).rewire(SITE_PARTS[site.kind], replacement)
     for name, act in plan.appended.items():
         _edited_block(model, family, name).output_act = ACTIVATIONS[act]()
     for name, block in family.blocks(model).items():
         if isinstance(block, EditedBlock) and not block.branches and block.output_act is None:  # it computes nothing
             _drop_block(model, name)
-
-
-def _chain(family: Family, part: str, replacement: str) -> tuple[str, ...] | None:
-    """The branch without `part`: None for no branch, () for the stream itself, else norm and LayerScale."""
-    if replacement == "drop":
-        return None
-    if replacement == "double":
-        return ()
-    branch = next(branch for branch in family.wiring.branches if part in branch)
-    return tuple(name for name in branch if name != part)
 
 
 def _edited_block(model: nn.Module, family: Family, path: str) -> EditedBlock:
