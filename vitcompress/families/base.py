@@ -19,6 +19,7 @@ from vitcompress.families.edited_block import EditedBlock, Wiring, branches_of
 
 SCALES = {"ls1": "attn", "ls2": "mlp", "gamma_1": "attn", "gamma_2": "mlp"}  # LayerScale -> the child that it follows
 SiteKind = Literal["attention", "activation", "ffn", "block"]
+KINDS: tuple[SiteKind, ...] = ("attention", "activation")  # of the layers that depth pruning gates and removes
 LAYERS = (nn.Linear, nn.Conv2d)  # subclasses may compute something else, which slicing and folding would lose
 NORMS = ("norm1", "ls1", "gamma_1", "norm2", "ls2", "gamma_2")
 

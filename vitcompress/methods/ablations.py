@@ -11,7 +11,7 @@ from torch import nn
 
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, Site
-from vitcompress.families.base import SiteKind
+from vitcompress.families.base import KINDS, SiteKind
 from vitcompress.methods import depth, transfer_entropy
 from vitcompress.methods.base import MEASURED_LAYERS, TRAINED, Choice, Context, Estimate, StepInfo, reject_unused
 from vitcompress.methods.hetdpt import collection, search
@@ -34,13 +34,13 @@ def te_static(model: nn.Module, context: Context, options: StaticOptions) -> dep
 def no_step2(model: nn.Module, context: Context, options: AllocationOptions) -> depth.Blocks:
     records, split = hetdpt.allocate(model, context, options)
     orders = collection.removal_orders(records)
-    return {kind: orders[kind][:count] for kind, count in zip(depth.KINDS, split, strict=True)}
+    return {kind: orders[kind][:count] for kind, count in zip(KINDS, split, strict=True)}
 
 
 def no_step1(model: nn.Module, context: Context, options: DirectOptions) -> depth.Blocks:
     context.progress.stage("direct importance: learnable scores without a budget per type")
     candidates = {site.name for site in depth.all_layers(model, context.family)}
-    return search.search(model, context, options, [frozenset(depth.KINDS)] * options.pruned_layers, candidates)
+    return search.search(model, context, options, [frozenset(KINDS)] * options.pruned_layers, candidates)
 
 
 def named(options: FixedOptions) -> depth.Blocks:
@@ -60,7 +60,7 @@ def pick(model: nn.Module, family: Family, options: RandomOptions, seed: int = 0
     Raises PlanError if there are too few.
     """
     depth.spread_layers(model, family, options)
-    sites = [site for site in family.sites(model) if site.kind in depth.KINDS]
+    sites = [site for site in family.sites(model) if site.kind in KINDS]
     if options.pick == "last":
         sites.reverse()
     if options.pick == "random":
@@ -68,8 +68,8 @@ def pick(model: nn.Module, family: Family, options: RandomOptions, seed: int = 0
         sites = [sites[i] for i in order]
     left = most = {kind: max(0, len(own) - 1) for kind, own in depth.layers(model, family).items()}
     if options.attention is not None:
-        left = dict(zip(depth.KINDS, (options.attention, options.pruned_layers - options.attention), strict=True))
-        if any(not 0 <= left[kind] <= most[kind] for kind in depth.KINDS):
+        left = dict(zip(KINDS, (options.attention, options.pruned_layers - options.attention), strict=True))
+        if any(not 0 <= left[kind] <= most[kind] for kind in KINDS):
             raise PlanError(
                 f"attention is {options.attention} of pruned_layers {options.pruned_layers}, but at most "
                 f"{most['attention']} attentions and {most['activation']} activations can be removed",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vitcompress import surgery
 from vitcompress.errors import PlanError
 from vitcompress.families import Family, Site, family_of
-from vitcompress.families.base import SiteKind
+from vitcompress.families.base import KINDS, SiteKind
 from vitcompress.families.gated_ffn import freeze_gate
 from vitcompress.io.text import suggest_range
 from vitcompress.methods.base import Context, Method, read_memo
@@ -24,7 +24,6 @@ from vitcompress.methods.options import BypassOptions, DepthOptions
 from vitcompress.plan import Plan
 from vitcompress.surgery.gates import GatedModel
 
-KINDS: tuple[SiteKind, ...] = ("attention", "activation")
 Blocks = Mapping[SiteKind, Sequence[int]]  # dense block numbers that lose their layer of this kind
 GATE_IMAGES = 1024  # training images over which the mean of a gate is taken
 MEAN_GATES = "mean_gates"  # file of the constant gates of layers that fade out

@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitcompress.errors import PlanError
-from vitcompress.families import Family
+from vitcompress.families.base import KINDS, Family
 from vitcompress.families.gated_ffn import gate_at_bias
 from vitcompress.plan import Plan
 
-GATED_KINDS = ("attention", "activation")
 # Output that replaces a gated layer, by its replacement in the plan; the FFN of a gate is dropped.
 OUTPUTS = {
     "drop": "zero",
@@ -72,7 +71,7 @@ class GatedModel(nn.Module):
 
     def __init__(self, model: nn.Module, family: Family, plan: Plan, gate_means: Mapping[str, Tensor]) -> None:
         super().__init__()
-        own = [site for site in family.sites(model) if site.kind in GATED_KINDS]
+        own = [site for site in family.sites(model) if site.kind in KINDS]
         sites = [site for site in own if site.name in plan.removed or site.gates in plan.removed]
         gateable = {name for site in sites for name in (site.name, site.gates)}
         if unknown := [name for name in plan.removed if name not in gateable]:

@@ -21,11 +21,11 @@ from torch import nn
 from torch.nn import functional
 
 from vitcompress.families import Family, Site
-from vitcompress.families.base import SiteKind
+from vitcompress.families.base import KINDS, SiteKind
 from vitcompress.methods import transfer_entropy
 from vitcompress.methods.base import Context, Estimate, reject_unused
 from vitcompress.methods.calibration import accuracy, calibration_images, search_options, training_subset
-from vitcompress.methods.depth import KINDS, all_layers, gate_layers, layers, remove_layers
+from vitcompress.methods.depth import all_layers, gate_layers, layers, remove_layers
 from vitcompress.methods.hetdpt.allocation import Row
 from vitcompress.methods.options import AllocationOptions, CollectionOptions, FastTraining
 from vitcompress.training.options import TrainOptions

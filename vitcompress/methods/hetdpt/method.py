@@ -20,10 +20,10 @@ from torch import nn
 
 from vitcompress.errors import PlanError
 from vitcompress.families import Family
-from vitcompress.families.base import SiteKind
+from vitcompress.families.base import KINDS, SiteKind
 from vitcompress.methods import depth
 from vitcompress.methods.base import PUBLISHED, TRAINED, Context, Estimate, StepInfo, reject_unused
-from vitcompress.methods.depth import KINDS, Blocks
+from vitcompress.methods.depth import Blocks
 from vitcompress.methods.hetdpt import collection, search
 from vitcompress.methods.hetdpt.allocation import FEWEST_ROWS, allocate_budget, feasible_splits
 from vitcompress.methods.hetdpt.collection import Record

@@ -17,11 +17,11 @@ from typing import Any
 
 from torch import nn
 
-from vitcompress.families.base import SiteKind
+from vitcompress.families.base import KINDS, SiteKind
 from vitcompress.io.files import read_json, write_json
 from vitcompress.methods.base import Context, Estimate
 from vitcompress.methods.calibration import training_subset
-from vitcompress.methods.depth import KINDS, gate_layers
+from vitcompress.methods.depth import gate_layers
 from vitcompress.methods.hetdpt.collection import fast_options
 from vitcompress.methods.options import DirectOptions
 from vitcompress.surgery.gates import GatedModel
