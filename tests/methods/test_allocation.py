@@ -1,17 +1,11 @@
 """The accuracy predictor against the two data sets that the HetDPT paper prints: appendix listing and Table 10."""
 
-from functools import partial
-
 import pytest
 
 from vitcompress.errors import PlanError
 from vitcompress.io.text import suggest_range
-from vitcompress.methods.hetdpt.allocation import (
-    Row,
-    allocate_budget,
-    feasible_splits,
-    validate,
-)
+from vitcompress.methods.hetdpt.allocation import Row, allocate_budget, feasible_splits, validate
+from vitcompress.methods.options import AllocationOptions
 
 LAYERS = (12, 12)
 LISTING = [
@@ -72,7 +66,10 @@ def macs(attention, activation):
     return -tokens * (attention * (4 * width**2 + 2 * tokens * width) + activation * 7 * width**2)
 
 
-allocate = partial(allocate_budget, cost=macs)
+def allocate(rows, layers, budget, cost=macs, **options):
+    return allocate_budget(rows, layers, AllocationOptions(pruned_layers=budget, **options), cost)
+
+
 A, B = printed(LISTING), printed(TABLE_10)
 DATA = {"A printed": A, "A exact": exact(LISTING), "B printed": B, "B exact": exact(TABLE_10)}
 
@@ -151,7 +148,7 @@ def test_ties_go_to_the_faster_model(rows, budget, best, chosen):
 
 
 def test_the_measured_cost_decides_a_tie():
-    assert allocate_budget(A, LAYERS, 10, cost=lambda attention, activation: -attention).chosen == (5, 5)
+    assert allocate(A, LAYERS, 10, cost=lambda attention, activation: -attention).chosen == (5, 5)
 
 
 def test_predictions_along_the_budget_lines():

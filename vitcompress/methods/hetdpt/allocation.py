@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from vitcompress.errors import PlanError
 from vitcompress.io.text import suggest_range
-from vitcompress.methods.options import TieBreak
+from vitcompress.methods.options import AllocationOptions, TieBreak
 
 DEGREES = (1, 2, 3, 4)
 FEWEST_ROWS = 4  # for cross-validation
@@ -126,13 +126,7 @@ def feasible_splits(layers: tuple[int, int], budget: int, min_pruned_per_type: i
 
 
 def allocate_budget(
-    rows: Sequence[Row],
-    layers: tuple[int, int],
-    budget: int,
-    *,
-    min_pruned_per_type: int = 1,
-    tie_break: TieBreak = "faster",
-    cost: Callable[[int, int], float],
+    rows: Sequence[Row], layers: tuple[int, int], options: AllocationOptions, cost: Callable[[int, int], float]
 ) -> Allocation:
     """Fit, choose the degree, search the budget line, break ties.
 
@@ -145,12 +139,13 @@ def allocate_budget(
     # The lowest RMSE among the degrees with full rank in every fold; the first degree if there is none.
     validation = min((v for v in degrees if v.full_rank), key=lambda v: v.rmse, default=degrees[0])
     polynomial = Polynomial(validation.degree, tuple(_solve(np.array(rows), validation.degree)[0].tolist()))
-    candidates = feasible_splits(layers, budget, min_pruned_per_type)
+    candidates = feasible_splits(layers, options.pruned_layers, options.min_pruned_per_type)
     predicted = _predict(np.array(polynomial.coefficients), candidates, layers, polynomial.degree)
     best = int(np.argmax(predicted))
     gaps = predicted[best] - predicted
     tied = [s for s, gap in zip(candidates, gaps, strict=True) if gap < TIE_SHARE * validation.rmse] or candidates[:1]
-    chosen = min(tied, key=lambda s: cost(*s)) if tie_break == "faster" and len(tied) > 1 else candidates[best]
+    by_cost = options.tie_break == "faster" and len(tied) > 1
+    chosen = min(tied, key=lambda s: cost(*s)) if by_cost else candidates[best]
     fits = (coefficients for _, coefficients, _ in _folds(rows, validation.degree))
     wins = Counter(int(np.argmax(_predict(fit, candidates, layers, validation.degree))) for fit in fits)
     splits = tuple(
@@ -158,9 +153,8 @@ def allocate_budget(
         for i, (s, p, gap) in enumerate(zip(candidates, predicted, gaps, strict=True))
     )
     margin = float(np.sort(gaps)[1]) if len(gaps) > 1 else None
-    return Allocation(
-        chosen, candidates[best], margin, len(tied) > 1, tie_break, polynomial, validation.rmse, degrees, splits
-    )
+    about = (margin, len(tied) > 1, options.tie_break, polynomial, validation.rmse, degrees, splits)
+    return Allocation(chosen, candidates[best], *about)
 
 
 def _predict(coefficients: Array, splits: Sequence[tuple[int, int]], layers: tuple[int, int], degree: int) -> Array:

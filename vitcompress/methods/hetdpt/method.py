@@ -61,15 +61,8 @@ def allocate(model: nn.Module, context: Context, options: AllocationOptions) -> 
     counts = {kind: len(sites) for kind, sites in depth.layers(model, context.family).items()}
 
     def compute() -> object:
-        allocation = allocate_budget(
-            collection.rows(records, counts),
-            (counts["attention"], counts["activation"]),
-            options.pruned_layers,
-            min_pruned_per_type=options.min_pruned_per_type,
-            tie_break=options.tie_break,
-            cost=partial(split_cost, model, context, options, records),
-        )
-        return asdict(allocation)
+        rows, layers = collection.rows(records, counts), (counts["attention"], counts["activation"])
+        return asdict(allocate_budget(rows, layers, options, partial(split_cost, model, context, options, records)))
 
     allocation: Record = context.memo("allocation", compute)
     attentions, activations = allocation["chosen"]
