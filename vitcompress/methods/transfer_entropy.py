@@ -103,20 +103,16 @@ def entropies(
 
 
 def measure(
-    gated: GatedModel,
-    candidates: Sequence[Site],
-    context: Context,
-    options: EntropyOptions,
-    removed: Collection[str] = (),
+    gated: GatedModel, sites: Sequence[Site], context: Context, options: EntropyOptions, removed: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Transfer entropy of each candidate relative to the whole model, as plain data; `chosen` is the lowest, on rank 0.
+    """Transfer entropy of each site relative to the whole model, as plain data; `chosen` is the lowest, on rank 0.
 
-    removed: sites that are removed together with each candidate. NOSE, which always compares with the dense model,
+    removed: sites that are removed together with each of `sites`. NOSE, which always compares with the dense model,
     passes those chosen before; HetDPT passes the current model instead.
     """
-    reference, *without = entropies(gated, [(), *((*removed, site.name) for site in candidates)], context, options)
+    reference, *without = entropies(gated, [(), *((*removed, site.name) for site in sites)], context, options)
     rows: list[dict[str, Any]] = []
-    for site, entropy in zip(candidates, without, strict=True):
+    for site, entropy in zip(sites, without, strict=True):
         difference = reference.value - entropy.value
         drawn = [a - b for a, b in zip(reference.resampled, entropy.resampled, strict=True)]
         row = {

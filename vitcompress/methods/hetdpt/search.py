@@ -22,14 +22,13 @@ from vitcompress.io.files import read_json, write_json
 from vitcompress.methods.base import Context, Estimate
 from vitcompress.methods.calibration import training_subset
 from vitcompress.methods.depth import gate_layers
-from vitcompress.methods.hetdpt.collection import fast_options
+from vitcompress.methods.hetdpt.collection import Record, fast_options
 from vitcompress.methods.options import DirectOptions
 from vitcompress.surgery.gates import GatedModel
 from vitcompress.training.options import TrainOptions
 from vitcompress.training.trainer import TrainingControls, weight_groups
 
 Event = frozenset[SiteKind]
-Record = dict[str, Any]
 
 
 def estimate(options: DirectOptions) -> Estimate:
