@@ -90,10 +90,8 @@ def evaluate_images(
             raise DataError(message, hint="export one with a classifier and global pooling")
         check_labels(targets, logits.shape[1])
         if not torch.isfinite(logits).all():
-            message = "the logits of the model are not finite"
-            raise VitcompressError(
-                message, hint="check the images for such values, and whether it was trained with amp fp16"
-            )
+            hint = "check the images for such values, and whether it was trained with amp fp16"
+            raise VitcompressError("the logits of the model are not finite", hint=hint)
         hits = (best := logits.topk(min(5, logits.shape[1]), dim=1).indices) == targets[:, None]
         parts.append(torch.stack([hits[:, 0], hits.any(dim=1), best[:, 0]], dim=1))
         loss += functional.cross_entropy(logits, targets, reduction="none").double().sum()

@@ -54,9 +54,8 @@ class TintedImages(Images):
         """Colored noise or a part of a photograph, float (height, width, 3) of 0 to 255."""
         if rng.random() < 0.5:
             cells = rng.uniform(0, 255, 3) + rng.normal(0, NOISE, (*rng.integers(2, 7, size=2), 3))
-            image = Image.fromarray(np.clip(cells, 0, 255).astype(np.uint8)).resize(
-                (width, height), Image.Resampling.BICUBIC
-            )
+            coarse = Image.fromarray(np.clip(cells, 0, 255).astype(np.uint8))
+            image = coarse.resize((width, height), Image.Resampling.BICUBIC)
         else:
             whole = self._photographs[int(rng.integers(len(self._photographs)))]
             top, left = (int(rng.integers(whole.shape[axis] - size + 1)) for axis, size in ((0, height), (1, width)))

@@ -123,10 +123,8 @@ def _groups(spaces: Sequence[Space], layout: Layout) -> list[tuple[Space, ...]]:
         groups[key] = (*groups.get(key, ()), space)
     for group in groups.values():
         if len({space.size // space.heads for space in group}) > 1:
-            raise PlanError(
-                f"{' and '.join(space.name for space in group)} cannot be tied: their heads already differ in width",
-                hint="use layout = 'uniform'",
-            )
+            message = f"{' and '.join(s.name for s in group)} cannot be tied: their heads already differ in width"
+            raise PlanError(message, hint="use layout = 'uniform'")
     return list(groups.values())
 
 
