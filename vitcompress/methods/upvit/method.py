@@ -97,12 +97,8 @@ def resize(options: Options, model: nn.Module, family: Family, strength: float) 
     """Sizes between those of the model and target_args. Raises PlanError for other arguments than sizes of a ViT."""
     spaces = {space.kind: space for space in family.spaces(model)}
     width, heads = spaces["residual"].size, spaces["v"].heads
-    own = {
-        "depth": len(family.blocks(model)),
-        "num_heads": heads,
-        "embed_dim": width,
-        "mlp_ratio": spaces["mlp"].size / width,
-    }
+    depth, ratio = len(family.blocks(model)), spaces["mlp"].size / width
+    own = {"depth": depth, "num_heads": heads, "embed_dim": width, "mlp_ratio": ratio}
     if wrong := sorted(set(options.target_args) - set(own)):
         raise PlanError(f"target_args.{wrong[0]} cannot be chosen by a latency", hint=f"set any of {', '.join(own)}")
     sizes = {name: own[name] + strength * (least - own[name]) for name, least in options.target_args.items()}
