@@ -84,7 +84,6 @@ def pick(model: nn.Module, family: Family, options: RandomOptions, seed: int = 0
 TE_STATIC = depth.depth_method(
     "te_static",
     "attentions and activations with the lowest transfer entropy, measured once",
-    StaticOptions,
     te_static,
     estimate=lambda model, family, options: [
         Estimate("transfer entropy", len(depth.all_layers(model, family)) + 1, 1, images=options.te.images)
@@ -95,7 +94,6 @@ TE_STATIC = depth.depth_method(
 HETDPT_NO_STEP2 = depth.depth_method(
     "hetdpt_no_step2",
     "HetDPT's split of the budget, layers in the order that collection removed them",
-    AllocationOptions,
     no_step2,
     hetdpt.spread_steps,
     estimate=collection.estimate,
@@ -105,7 +103,6 @@ HETDPT_NO_STEP2 = depth.depth_method(
 HETDPT_NO_STEP1 = depth.depth_method(
     "hetdpt_no_step1",
     "learnable importance of both types pooled, without a split of the budget",
-    DirectOptions,
     no_step1,
     hetdpt.spread_steps,
     estimate=lambda model, family, options: [search.estimate(options)],
@@ -115,7 +112,6 @@ HETDPT_NO_STEP1 = depth.depth_method(
 RANDOM = depth.depth_method(
     "random",
     "random layers, or the first or last ones",
-    RandomOptions,
     lambda model, context, options: pick(model, context.family, options, context.seed),
     pick,
     describe=lambda options: StepInfo(Choice("chance" if options.pick == "random" else f"the {options.pick} ones")),
@@ -124,7 +120,6 @@ RANDOM = depth.depth_method(
 FIXED = depth.depth_method(
     "fixed",
     "the layers that the recipe names",
-    FixedOptions,
     lambda model, context, options: named(options),
     lambda model, family, options: named(options),
     describe=lambda options: StepInfo(Choice("the recipe")),

@@ -20,7 +20,7 @@ from vitcompress.methods.base import Context, Method, read_memo
 from vitcompress.methods.calibration import calibration_images
 from vitcompress.methods.hetdpt.report import report
 from vitcompress.methods.latency import check_target
-from vitcompress.methods.options import BypassOptions, DepthOptions
+from vitcompress.methods.options import OPTIONS, BypassOptions, DepthOptions
 from vitcompress.plan import Plan
 from vitcompress.surgery.gates import GatedModel
 
@@ -135,12 +135,11 @@ def record_choice(model: nn.Module, context: Context, chosen: Blocks, options: B
 def depth_method(
     name: str,
     summary: str,
-    options: type[BypassOptions],
     choose: Callable[[nn.Module, Context, Any], Blocks],
     unscored: Callable[[nn.Module, Family, Any], Blocks] = spread_layers,
     **optional: Any,
 ) -> Method:
-    """A method from two functions that name layers: by measurements, and for a structure.
+    """A method from two functions that name layers: by measurements, and for a structure. `OPTIONS` has its options.
 
     choose(model, context, options): the layers to remove. unscored(model, family, options): as many layers without data
     or scores; raises PlanError for options that are wrong or have no effect, and so runs before `choose`. optional:
@@ -156,7 +155,7 @@ def depth_method(
             check_target(options)
         return plan_layers(model, base, unscored(model, family, options), options)
 
-    return Method(name, summary, options, plan, structure, **{"report": report, "resize": resize, **optional})
+    return Method(name, summary, OPTIONS[name], plan, structure, **{"report": report, "resize": resize, **optional})
 
 
 def remove_layers(model: nn.Module, context: Context, removed: Blocks, options: BypassOptions) -> nn.Module:

@@ -35,7 +35,7 @@ def dilute(options: ActivationOptions, epochs: int) -> Callable[[int], float]:
     return lambda epoch: float(epoch <= last and epoch < epochs - 1)
 
 
-def _method(name: str, kind: SiteKind, options: type[ActivationOptions]) -> Method:
+def _method(name: str, kind: SiteKind) -> Method:
     unused = "gated_ffn" if kind == "attention" else "attention_bypass"
 
     def unscored(model: nn.Module, family: Family, options: ActivationOptions) -> depth.Blocks:
@@ -61,7 +61,6 @@ def _method(name: str, kind: SiteKind, options: type[ActivationOptions]) -> Meth
     return depth.depth_method(
         name,
         f"{kind}s only: greedy transfer entropy; those of the last step fade out during the fine-tuning",
-        options,
         choose,
         unscored,
         estimate=estimate,
@@ -70,5 +69,5 @@ def _method(name: str, kind: SiteKind, options: type[ActivationOptions]) -> Meth
     )
 
 
-NOSE = _method("nose", "attention", Options)
-ACTIVATION_ONLY = _method("activation_only", "activation", ActivationOptions)
+NOSE = _method("nose", "attention")
+ACTIVATION_ONLY = _method("activation_only", "activation")

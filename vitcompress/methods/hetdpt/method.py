@@ -168,7 +168,6 @@ def _listed(options: Options, which: Literal["published", "example"]) -> Blocks:
 HETDPT = depth.depth_method(
     "hetdpt",
     "attentions and activations: budget split by prediction, layers by learnable importance",
-    Options,
     choose,
     unscored,
     estimate=estimate,
