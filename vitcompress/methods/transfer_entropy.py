@@ -102,6 +102,11 @@ def entropies(
     return results
 
 
+def identify(site: Site) -> dict[str, Any]:
+    """Name, kind and block of `site`, as in all tables of layers."""
+    return {"site": site.name, "kind": site.kind, "index": site.index}
+
+
 def measure(
     gated: GatedModel, sites: Sequence[Site], context: Context, options: EntropyOptions, removed: Collection[str] = ()
 ) -> dict[str, Any]:
@@ -110,15 +115,13 @@ def measure(
     removed: sites that are removed together with each of `sites`. NOSE, which always compares with the dense model,
     passes those chosen before; HetDPT passes the current model instead.
     """
-    reference, *without = entropies(gated, [(), *((*removed, site.name) for site in sites)], context, options)
+    whole, *without = entropies(gated, [(), *((*removed, site.name) for site in sites)], context, options)
     rows: list[dict[str, Any]] = []
     for site, entropy in zip(sites, without, strict=True):
-        difference = reference.value - entropy.value
-        drawn = [a - b for a, b in zip(reference.resampled, entropy.resampled, strict=True)]
+        difference = whole.value - entropy.value
+        drawn = [a - b for a, b in zip(whole.resampled, entropy.resampled, strict=True)]
         row = {
-            "site": site.name,
-            "kind": site.kind,
-            "index": site.index,
+            **identify(site),
             "entropy": entropy.value,
             "transfer_entropy": difference,
             "deviation": float(torch.tensor(drawn, dtype=torch.float64).std()) if len(drawn) > 1 else None,
@@ -127,14 +130,8 @@ def measure(
         }
         rows.append(row)
     chosen = context.runtime.broadcast(min(rows, key=lambda row: row["score"])["site"])
-    return {
-        "images": reference.images,
-        "entropy": reference.value,
-        "accuracy": reference.accuracy,
-        "sign": options.sign,
-        "rows": rows,
-        "chosen": chosen,
-    }
+    about = {"images": whole.images, "entropy": whole.value, "accuracy": whole.accuracy, "sign": options.sign}
+    return {**about, "rows": rows, "chosen": chosen}
 
 
 def greedy(

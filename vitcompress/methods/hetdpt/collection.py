@@ -28,6 +28,7 @@ from vitcompress.methods.calibration import accuracy, calibration_images, search
 from vitcompress.methods.depth import all_layers, gate_layers, layers, remove_layers
 from vitcompress.methods.hetdpt.allocation import Row
 from vitcompress.methods.options import AllocationOptions, CollectionOptions, FastTraining
+from vitcompress.methods.transfer_entropy import identify
 from vitcompress.training.options import TrainOptions
 
 Record = dict[str, Any]
@@ -212,7 +213,7 @@ def gradient_disparity(model: nn.Module, context: Context, options: AllocationOp
         sums += torch.stack([gradient.abs(), gradient])
         batches += 1
     magnitude, mean = (context.runtime.all_sum(sums) / context.runtime.all_sum(batches)).tolist()
-    rows = [{**_identify(site), "magnitude": magnitude[i], "mean": mean[i]} for i, site in enumerate(gated.sites)]
+    rows = [{**identify(site), "magnitude": magnitude[i], "mean": mean[i]} for i, site in enumerate(gated.sites)]
     return sorted(rows, key=lambda row: KINDS.index(row["kind"]))
 
 
@@ -228,7 +229,7 @@ def recovery_asymmetry(model: nn.Module, context: Context, options: AllocationOp
         without = remove_layers(model, context, {site.kind: [site.index]}, options).to(context.runtime.device)
         before = accuracy(without, context)
         fine_tune(without, context, options.collection, key, f"recovery of {site.name}")
-        return {**_identify(site), "dense": dense, "before": before, "after": accuracy(without, context)}
+        return {**identify(site), "dense": dense, "before": before, "after": accuracy(without, context)}
 
     rows = []
     for site in all_layers(model, context.family):
@@ -237,7 +238,3 @@ def recovery_asymmetry(model: nn.Module, context: Context, options: AllocationOp
         if context.runtime.is_main:
             shutil.rmtree(context.folder / key, ignore_errors=True)
     return rows
-
-
-def _identify(site: Site) -> Record:
-    return {"site": site.name, "kind": site.kind, "index": site.index}
