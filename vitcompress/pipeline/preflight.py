@@ -115,9 +115,8 @@ def check_training(job: Job) -> None:
 
 def check_room(job: Job) -> None:
     """Raise OutputError if the disk has too little room for weights, exports and, if the run trains, resume state."""
-    storing = sum(  # steps that slice, fold or train
-        bool(step.delta.kept or step.delta.folded) or step.info.choice is None for step in job.steps
-    )
+    # Steps that slice, fold or train.
+    storing = len([step for step in job.steps if step.delta.kept or step.delta.folded or step.info.choice is None])
     trains, parent = not job.options.structure_only, nearest_existing(job.folder)
     per_parameter = BYTES_PER_PARAMETER + BYTES_OF_TRAINING * trains + BYTES_PER_STEP * (storing + job.options.control)
     need, free = per_parameter * sum(map(torch.Tensor.numel, job.blank.parameters())), shutil.disk_usage(parent).free
