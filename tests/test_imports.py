@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import vitcompress
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = {
     "vitcompress": "vitcompress",
@@ -180,6 +182,13 @@ def test_the_rules_see_a_violation(tmp_path: Path) -> None:
     assert set(imports(file)) == {"rich", "timm", "vitcompress.cli.main"}
     assert set(imports(file, at_import=True)) == {"vitcompress.cli.main"}
     assert own("vitcompress.cli.main") == "cli" and position("cli") > position("plan")
+
+
+def test_type_checkers_see_every_public_name() -> None:
+    tree = ast.parse(MODULES["__init__"].read_text(encoding="utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+    names = {alias.asname for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert names == set(vitcompress.__all__) - {"__version__"}
 
 
 def test_no_module_has_the_dotted_name_of_a_library_it_imports() -> None:

@@ -26,7 +26,9 @@ if TYPE_CHECKING:  # for type checkers; at run time these names are imported on 
     from vitcompress.pipeline.api import fold as fold
     from vitcompress.pipeline.api import plan as plan
     from vitcompress.pipeline.api import verify as verify
+    from vitcompress.pipeline.run import run_recipe as run_recipe
     from vitcompress.plan import Plan as Plan
+    from vitcompress.recipe.load import load_recipe as load_recipe
 
 # Public name -> the module that defines it.
 _PUBLIC = {
