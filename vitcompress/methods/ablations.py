@@ -13,7 +13,7 @@ from vitcompress.errors import PlanError
 from vitcompress.families import Family, Site
 from vitcompress.families.base import KINDS, SiteKind
 from vitcompress.methods import depth, transfer_entropy
-from vitcompress.methods.base import MEASURED_LAYERS, TRAINED, Choice, Context, Estimate, StepInfo, reject_unused
+from vitcompress.methods.base import TRAINED, Choice, Context, Estimate, StepInfo, reject_unused
 from vitcompress.methods.hetdpt import collection, search
 from vitcompress.methods.hetdpt import method as hetdpt
 from vitcompress.methods.options import AllocationOptions, DirectOptions, FixedOptions, RandomOptions, StaticOptions
@@ -88,7 +88,6 @@ TE_STATIC = depth.depth_method(
     estimate=lambda model, family, options: [
         Estimate("transfer entropy", len(depth.all_layers(model, family)) + 1, 1, images=options.te.images)
     ],
-    describe=lambda options: StepInfo(MEASURED_LAYERS),
 )
 
 HETDPT_NO_STEP2 = depth.depth_method(

@@ -16,7 +16,7 @@ from vitcompress.families import Family, Site, family_of
 from vitcompress.families.base import KINDS, SiteKind
 from vitcompress.families.gated_ffn import freeze_gate
 from vitcompress.io.text import suggest_range
-from vitcompress.methods.base import Context, Method, read_memo
+from vitcompress.methods.base import MEASURED_LAYERS, Context, Method, StepInfo, read_memo
 from vitcompress.methods.calibration import calibration_images
 from vitcompress.methods.hetdpt.report import report
 from vitcompress.methods.latency import check_target
@@ -143,7 +143,7 @@ def depth_method(
 
     choose(model, context, options): the layers to remove. unscored(model, family, options): as many layers without data
     or scores; raises PlanError for options that are wrong or have no effect, and so runs before `choose`. optional:
-    further fields of Method.
+    further fields of Method; by default, a search chooses layers on the model that the step receives.
     """
 
     def plan(model: nn.Module, context: Context, options: Any) -> Plan:
@@ -155,7 +155,8 @@ def depth_method(
             check_target(options)
         return plan_layers(model, base, unscored(model, family, options), options)
 
-    return Method(name, summary, OPTIONS[name], plan, structure, **{"report": report, "resize": resize, **optional})
+    default: dict[str, Any] = {"report": report, "resize": resize, "describe": lambda _: StepInfo(MEASURED_LAYERS)}
+    return Method(name, summary, OPTIONS[name], plan, structure, **{**default, **optional})
 
 
 def remove_layers(model: nn.Module, context: Context, removed: Blocks, options: BypassOptions) -> nn.Module:

@@ -46,6 +46,5 @@ def resize(options: Options, model: torch.nn.Module, family: Family, strength: f
     return replace(options, keep_heads=1 - strength)
 
 
-MAGNITUDE = Method(
-    "magnitude", "heads with the smallest weights, without data", Options, plan, structure, resize=resize
-)
+SUMMARY = "heads with the smallest weights, without data"
+MAGNITUDE = Method("magnitude", SUMMARY, Options, plan, structure, resize=resize)

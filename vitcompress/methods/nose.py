@@ -19,7 +19,7 @@ from torch import nn
 from vitcompress.families import Family
 from vitcompress.families.base import SiteKind
 from vitcompress.methods import depth, transfer_entropy
-from vitcompress.methods.base import MEASURED_LAYERS, Context, Estimate, Method, StepInfo, reject_unused
+from vitcompress.methods.base import Context, Estimate, Method, reject_unused
 from vitcompress.methods.options import ActivationOptions
 from vitcompress.methods.options import NoseOptions as Options
 
@@ -58,15 +58,8 @@ def _method(name: str, kind: SiteKind) -> Method:
         measurements = sum(candidates + 1 - number for number in range(options.pruned_layers))
         return [Estimate("greedy transfer entropy", measurements, 1, images=options.te.images)]
 
-    return depth.depth_method(
-        name,
-        f"{kind}s only: greedy transfer entropy; those of the last step fade out during the fine-tuning",
-        choose,
-        unscored,
-        estimate=estimate,
-        describe=lambda options: StepInfo(MEASURED_LAYERS),
-        dilute=dilute,
-    )
+    summary = f"{kind}s only: greedy transfer entropy; those of the last step fade out during the fine-tuning"
+    return depth.depth_method(name, summary, choose, unscored, estimate=estimate, dilute=dilute)
 
 
 NOSE = _method("nose", "attention")

@@ -165,11 +165,5 @@ def _listed(options: Options, which: Literal["published", "example"]) -> Blocks:
     return lists
 
 
-HETDPT = depth.depth_method(
-    "hetdpt",
-    "attentions and activations: budget split by prediction, layers by learnable importance",
-    choose,
-    unscored,
-    estimate=estimate,
-    describe=describe,
-)
+SUMMARY = "attentions and activations: budget split by prediction, layers by learnable importance"
+HETDPT = depth.depth_method("hetdpt", SUMMARY, choose, unscored, estimate=estimate, describe=describe)

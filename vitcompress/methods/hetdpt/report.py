@@ -116,6 +116,11 @@ def _search_chart(data: Row) -> Chart:
     return Chart("HetDPT step 2: learnable scores (numbers: blocks whose layer is removed)", "epoch", "score", lines)
 
 
+def _gradient_chart(data: Row) -> Chart:
+    lines = _lines(data["gradient_disparity"], "magnitude")
+    return Chart("HetDPT: gradient disparity", "block", "mean |d loss / d m|", lines, log=True)
+
+
 def _recovery_chart(data: Row) -> Chart:
     """Curves before fine-tuning are faint, like removed layers."""
     before = _lines(data["recovery_asymmetry"], "before", lambda row: True)
@@ -137,12 +142,6 @@ CHARTS: dict[str, Callable[[Row], Chart]] = {
     "chains": _collection_chart,
     "alone": _entropy_chart,
     "search": _search_chart,
-    "gradient_disparity": lambda data: Chart(
-        "HetDPT: gradient disparity",
-        "block",
-        "mean |d loss / d m|",
-        _lines(data["gradient_disparity"], "magnitude"),
-        log=True,
-    ),
+    "gradient_disparity": _gradient_chart,
     "recovery_asymmetry": _recovery_chart,
 }
