@@ -190,10 +190,8 @@ def check_settings(provider: Provider, options: RunnerOptions) -> None:
         message = f"{provider.name} has no CUDA kernels, so CUDA graphs are not supported with it"
         raise DeviceError(message, hint="omit --cuda-graph, or use --device cuda")
     if options.cuda_graph and options.transfers:
-        raise InputError(
-            "ONNX Runtime replays a CUDA graph on images that stay on the GPU, so it cannot be timed with transfers",
-            hint="omit --cuda-graph or --transfers",
-        )
+        message = "ONNX Runtime replays a CUDA graph on images that stay on the GPU: it cannot be timed with transfers"
+        raise InputError(message, hint="omit --cuda-graph or --transfers")
     if options.cuda_graph and not provider.graph_number:
         message = f"{provider.name} supports only one CUDA graph per session, so CUDA graphs are not supported with it"
         hint = "omit --cuda-graph, or measure an engine with it: vitcompress export DIR --format trt"

@@ -237,8 +237,6 @@ def _inputs_and_outputs(path: Path, session: Any) -> tuple[Any, Any]:
         message = f"{path} does not take one image tensor of fixed size; its inputs are {shapes or 'none'}"
         raise ArtifactError(message, hint=hint)
     if outputs[0].type not in OUTPUT_TYPES:
-        raise ArtifactError(
-            f"the output {outputs[0].name} of {path} has the type {outputs[0].type}, expected floating-point logits",
-            hint="export the classifier without the operations after its logits",
-        )
+        message = f"the output {outputs[0].name} of {path} has the type {outputs[0].type}, not floating-point logits"
+        raise ArtifactError(message, hint="export the classifier without the operations after its logits")
     return inputs[0], outputs[0]

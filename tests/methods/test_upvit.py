@@ -293,7 +293,7 @@ def test_heads_that_do_not_divide() -> None:
     base = Plan("vit_tiny_patch16_224", args)
     with pytest.raises(PlanError, match="3 heads cannot become 2"):
         upvit.structure(dense, family_of(dense), base, upvit.Options(target_args={"embed_dim": 16, "num_heads": 2}))
-    with pytest.raises(PlanError, match="16 of 24 attention channels do not divide into 3"):
+    with pytest.raises(PlanError, match="16 of 24 attention channels do not form 3"):
         options = upvit.Options(target_args={"embed_dim": 16, "num_heads": 1}, heads="each")
         upvit.structure(dense, family_of(dense), base, options)
 

@@ -102,8 +102,16 @@ def test_a_folder_of_other_images_is_rejected(tmp_path: Path) -> None:
     images.digest = "of then"
     fit(vit(), tmp_path, images=images)
     images.digest = "of now"
-    with pytest.raises(OutputError, match="other settings or images"):
+    with pytest.raises(OutputError, match="other settings, images or teacher"):
         fit(vit(), tmp_path, images=images)
+
+
+def test_a_folder_of_another_teacher_is_rejected(tmp_path: Path) -> None:
+    options = dataclasses.replace(OPTIONS, distillation="soft")
+    fit(vit(), tmp_path, options, teacher=vit(seed=1))
+    fit(vit(), tmp_path, options, teacher=vit(seed=1))
+    with pytest.raises(OutputError, match="images or teacher"):
+        fit(vit(), tmp_path, options, teacher=vit(seed=2))
 
 
 def test_states_hold_plain_data_only(tmp_path: Path) -> None:

@@ -83,10 +83,8 @@ class Calibration:
     def _images(self) -> Tensor:
         if self.training is None:
             if not self.files.recipe.is_file():
-                raise InputError(
-                    f"{self.options.precision} needs images of the training data, and {self.files.path} records none",
-                    hint="export a run folder, or pass data to vitcompress.export",
-                )
+                message = f"{self.options.precision} needs training images, and {self.files.path} records none"
+                raise InputError(message, hint="export a run folder, or pass data to vitcompress.export")
             recipe = load_recipe_of_run(self.files.recipe)
             self.training, self.seed = open_data(recipe.data, recipe.run.seed).train, recipe.run.seed
         images = random_images(self.training, input_config(self.model), self.options.calibration, self.seed)

@@ -80,10 +80,8 @@ def check_clock(job: Job) -> None:
     problems = {"onnxruntime": job.onnx_problem, "openvino": None if cpu else "it runs on the CPU"}
     for goal in filter(None, (goal_of(step.options) for step in job.steps)):
         if problem := problems.get(goal.runtime):
-            raise DeviceError(
-                f"the latency target is for {job.runtime.device}, and {goal.runtime} does not work there: {problem}",
-                hint="measure with torch (--set step.0.latency_on=torch), or run with --device cpu",
-            )
+            message = f"the latency target is for {job.runtime.device}, where {goal.runtime} does not work: {problem}"
+            raise DeviceError(message, hint="measure with torch (--set step.0.latency_on=torch), or use --device cpu")
         if goal.runtime in FORMATS:
             available_exporter(FORMATS[goal.runtime], hint="or set latency_on to another runtime")
 

@@ -66,10 +66,8 @@ def check_formats(recipe: Recipe) -> None:
         exporter.check(table.only(exporter.supported(table)))
         used |= exporter.supported(table)
     if table.formats and (unused := [option for option in table.changed() if option not in used]):
-        raise InputError(
-            f"export.{unused[0]} is {getattr(table, unused[0])!r}, which has no effect on {', '.join(table.formats)}",
-            hint="leave it out, or export to a format that uses it",
-        )
+        message = f"export.{unused[0]} is {getattr(table, unused[0])!r}, without effect on {', '.join(table.formats)}"
+        raise InputError(message, hint="leave it out, or export to a format that uses it")
 
 
 def check_exports(job: Job) -> None:

@@ -57,7 +57,7 @@ def train(
 def _run(job: TrainingJob) -> TrainResult:
     state = job.at.runtime.broadcast(load_state(job.at.folder) if job.at.runtime.is_main else None)
     if state is not None and state.data["made_with"] != job.fingerprint:
-        message = f"{job.at.folder} contains a training with other settings or images"
+        message = f"{job.at.folder} contains a training with other settings, images or teacher"
         raise OutputError(message, hint="remove this folder, or use another one")
     if state is not None and state.data["finished"]:
         job.module.load_state_dict(state.part("module"))

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vitcompress.errors import InputError, VitcompressError
 from vitcompress.io.progress import Progress
+from vitcompress.io.tensors import tensors_digest
 from vitcompress.io.training_state import State
 from vitcompress.models.create import InputConfig
 from vitcompress.training.distributed import Runtime, derived_seed
@@ -102,12 +103,13 @@ class TrainingJob:
         """Images per forward pass and process."""
         return self.at.runtime.share_of(self.options.batch_size) // self.options.accumulate
 
-    @property
+    @cached_property
     def fingerprint(self) -> dict[str, object]:
         """What a state in the folder must have been trained with."""
-        options = json.loads(json.dumps(asdict(self.options)))
+        options, teacher = json.loads(json.dumps(asdict(self.options))), self.controls.teacher
         images = {"images": len(self.train_set), "files": getattr(self.train_set, "digest", "")}
-        return {"label": self.at.label, "seed": self.at.seed, **images, "options": options}
+        weights = None if teacher is None else tensors_digest(teacher.state_dict().values())
+        return {"label": self.at.label, "seed": self.at.seed, **images, "teacher": weights, "options": options}
 
     @cached_property
     def heldout(self) -> EvalLoader | BatchLoader | None:

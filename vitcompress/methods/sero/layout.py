@@ -149,10 +149,8 @@ def _climb(ladders: Sequence[_Ladder], sparsity: float, *, strict: bool) -> list
     least = sum(ladder.units(1) for ladder in ladders)
     room = round((1 - sparsity) * total) - least
     if room < 0 and strict:
-        raise PlanError(
-            f"sparsity is {sparsity:g}, but in this layout at most {1 - least / total:.4f} of the units can be removed",
-            hint="lower sparsity or round_to, or use layout = 'ragged'",
-        )
+        message = f"sparsity is {sparsity:g}, but this layout can remove at most {1 - least / total:.4f} of the units"
+        raise PlanError(message, hint="lower sparsity or round_to, or use layout = 'ragged'")
     taken, stuck = [1] * len(ladders), set[int]()
     rungs = [(-value, step, i) for i, ladder in enumerate(ladders) for step, value in enumerate(ladder.values) if step]
     for _, step, i in sorted(rungs):

@@ -65,10 +65,8 @@ def structure(model: nn.Module, family: Family, base: Plan, options: Options) ->
     if not units:
         raise PlanError("the model has no q/k, v or FFN channels to remove", hint="run sero before folding everything")
     if options.layout == "tied" and len(units) < len(spaces):
-        raise PlanError(
-            "layout is 'tied', but under a rotary embedding q and k lose channels with their heads only, v separately",
-            hint="use layout = 'padded', which keeps the same attention kernels, or 'uniform'",
-        )
+        message = "layout is 'tied', but under a rotary embedding q and k lose channels with their heads only, unlike v"
+        raise PlanError(message, hint="use layout = 'padded', which keeps the same attention kernels, or 'uniform'")
     # The same in every head and layer: lower, the later the channel.
     widths = {space.name: (space.size // space.heads, space.heads) for space in units}
     scores = {name: np.tile(1 - (np.arange(n) + 0.5) / n, heads) for name, (n, heads) in widths.items()}

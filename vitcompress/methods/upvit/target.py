@@ -173,10 +173,8 @@ def _check_attention(component: Component, target: Target) -> None:
         raise PlanError(message, hint=f"choose a number of heads that divides {heads}")
     parts = heads if target.strategy == "each" else new_heads
     if width % parts or qk % parts:
-        raise PlanError(
-            f"{width} of {qk} attention channels do not divide into {parts} equal parts (heads = {target.strategy!r})",
-            hint=f"choose an attention width that {parts} divides",
-        )
+        message = f"{width} of {qk} attention channels do not form {parts} equal parts (heads = {target.strategy!r})"
+        raise PlanError(message, hint=f"choose an attention width that {parts} divides")
 
 
 def _check_family(family: Family, spaces: tuple[Space, ...]) -> None:
