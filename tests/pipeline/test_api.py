@@ -580,6 +580,10 @@ def adapted(network: nn.Module) -> None:
     network.set_submodule("blocks.0.mlp.fc1", Adapted(16, 64))
 
 
+def wrapped(network: nn.Module) -> None:
+    network.set_submodule("blocks.0.attn.qkv", nn.Sequential(network.get_submodule("blocks.0.attn.qkv")))
+
+
 def parametrized(network: nn.Module) -> None:
     nn.utils.parametrizations.weight_norm(network.get_submodule("blocks.0.attn.qkv"))
 
@@ -592,6 +596,7 @@ def tied(network: nn.Module) -> None:
     ("change", "text"),
     [
         (adapted, r"its blocks\.0\.mlp\.fc1 is a Adapted; use a plain layer"),
+        (wrapped, r"its blocks\.0\.attn\.qkv is a Sequential; use a plain layer"),
         (parametrized, r"its blocks\.0\.attn\.qkv is a ParametrizedLinear"),
         (tied, "some of its modules share parameters"),
     ],

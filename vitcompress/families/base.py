@@ -21,6 +21,7 @@ SCALES = {"ls1": "attn", "ls2": "mlp", "gamma_1": "attn", "gamma_2": "mlp"}  # L
 SiteKind = Literal["attention", "activation", "ffn", "block"]
 KINDS: tuple[SiteKind, ...] = ("attention", "activation")  # of the layers that depth pruning gates and removes
 LAYERS = (nn.Linear, nn.Conv2d)  # subclasses may compute something else, which slicing and folding would lose
+LINEAR = {"qkv", "q", "kv", "q_proj", "k_proj", "v_proj", "proj", "sr", "fc1", "fc1_g", "fc1_x", "fc2", "reduction"}
 NORMS = ("norm1", "ls1", "gamma_1", "norm2", "ls2", "gamma_2")
 
 
@@ -125,8 +126,9 @@ class Family(ABC):
             return "some of its modules share parameters"  # a plan names each of them
         named = dict(model.named_modules())
         norms = (module for name, module in named.items() if "norm" in name.rpartition(".")[2])
-        changed = (name for name, module in named.items() if isinstance(module, LAYERS) and type(module) not in LAYERS)
-        layers = (f"its {name} is a {type(named[name]).__name__}; use a plain layer" for name in changed)
+        linear = [name for name, part in named.items() if isinstance(part, LAYERS) or name.rpartition(".")[2] in LINEAR]
+        kinds = {name: type(named[name]) for name in linear if type(named[name]) not in LAYERS}
+        layers = (f"its {name} is a {kind.__name__}; use a plain layer" for name, kind in kinds.items())
         problems = (*map(self.block_problem, self.blocks(model).values()), *map(norm_problem, norms), *layers)
         return next((problem for problem in problems if problem), None)
 
