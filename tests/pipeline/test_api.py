@@ -23,6 +23,7 @@ import timm
 import torch
 from PIL import Image
 from torch import Tensor, distributed, nn
+from torch.nn.utils.prune import l1_unstructured
 
 import vitcompress as vc
 from vitcompress.errors import DataError, InputError, PlanError, VitcompressError
@@ -154,6 +155,9 @@ def test_models_of_timm_itself_are_taken() -> None:
         (lambda: vc.plan(model(), "isomorfic"), "did you mean|nearest|isomorphic"),
         (lambda: vc.plan("isomorphic", model()), "the method is of the type VisionTransformer"),  # type: ignore[arg-type]
         (lambda: vc.load_model(__file__), "is a file, not a run folder"),
+        (lambda: vc.plan("runs/x", "magnitude"), "the model is a str"),  # type: ignore[arg-type]
+        (lambda: vc.export("runs/x", "x.onnx"), "the model is a str"),  # type: ignore[arg-type]
+        (lambda: vc.finetune(model(), batches(), teacher="runs/x"), "the model is a str"),  # type: ignore[arg-type]
         (lambda: vc.plan(model(), "isomorphic", batches(), keep=0.5), "keep"),
         (lambda: vc.plan(model(), "isomorphic", batches(), keep_ratio=2.0), "keep_ratio"),
         (lambda: vc.finetune(model(), batches(), epoch=3), "epoch"),
@@ -584,6 +588,10 @@ def wrapped(network: nn.Module) -> None:
     network.set_submodule("blocks.0.attn.qkv", nn.Sequential(network.get_submodule("blocks.0.attn.qkv")))
 
 
+def masked(network: nn.Module) -> None:
+    l1_unstructured(network.get_submodule("blocks.1.attn.qkv"), "weight", 0.5)
+
+
 def parametrized(network: nn.Module) -> None:
     nn.utils.parametrizations.weight_norm(network.get_submodule("blocks.0.attn.qkv"))
 
@@ -599,6 +607,7 @@ def tied(network: nn.Module) -> None:
         (wrapped, r"its blocks\.0\.attn\.qkv is a Sequential; use a plain layer"),
         (parametrized, r"its blocks\.0\.attn\.qkv is a ParametrizedLinear"),
         (tied, "some of its modules share parameters"),
+        (masked, r"its blocks\.1\.attn\.qkv computes its weight; make it permanent"),
     ],
 )
 def test_layers_that_slicing_and_folding_do_not_know_are_rejected(change: Any, text: str) -> None:

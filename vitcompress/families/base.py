@@ -126,9 +126,8 @@ class Family(ABC):
             return "some of its modules share parameters"  # a plan names each of them
         named = dict(model.named_modules())
         norms = (module for name, module in named.items() if "norm" in name.rpartition(".")[2])
-        linear = [name for name, part in named.items() if isinstance(part, LAYERS) or name.rpartition(".")[2] in LINEAR]
-        kinds = {name: type(named[name]) for name in linear if type(named[name]) not in LAYERS}
-        layers = (f"its {name} is a {kind.__name__}; use a plain layer" for name, kind in kinds.items())
+        linear = {name: m for name, m in named.items() if isinstance(m, LAYERS) or name.rpartition(".")[2] in LINEAR}
+        layers = (f"its {name} {text}" for name, module in linear.items() if (text := layer_problem(module)))
         problems = (*map(self.block_problem, self.blocks(model).values()), *map(norm_problem, norms), *layers)
         return next((problem for problem in problems if problem), None)
 
@@ -276,6 +275,14 @@ class StagedFamily(Family):
 def is_empty(*parts: nn.Module | None) -> bool:
     """Whether none of these modules computes anything."""
     return all(part is None or isinstance(part, nn.Identity) for part in parts)
+
+
+def layer_problem(layer: nn.Module) -> str | None:
+    """Why `layer` is no plain layer: a wrapper, as of LoRA, another class, or computed weights."""
+    if type(layer) not in LAYERS:
+        return f"is a {type(layer).__name__}; use a plain layer"
+    stored = "weight" in dict(layer.named_parameters())
+    return None if stored else "computes its weight; make it permanent, as with torch.nn.utils.prune.remove"
 
 
 def norm_problem(norm: nn.Module) -> str | None:

@@ -40,7 +40,13 @@ def family_of(model: nn.Module) -> Family:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside of a module of torch.compile, DataParallel or DistributedDataParallel, else `model`."""
+    """The model inside of a module of torch.compile, DataParallel or DistributedDataParallel, else `model`.
+
+    Raises InputError for what is no module.
+    """
+    if not isinstance(model, nn.Module):
+        hint = "pass a model: vc.load_model(FOLDER), or vc.create_model(NAME)"
+        raise InputError(f"the model is a {type(model).__name__}", hint=hint)
     return next((part for name, part in model.named_children() if name in ("_orig_mod", "module")), model)
 
 

@@ -224,8 +224,9 @@ def fold(model: nn.Module) -> nn.Module:
         >>> vc.fold(small).plan.folded
         ('blocks.0.mlp',)
     """
-    copy = deepcopy(model)
-    copy.plan = surgery.fold_linears(copy, create.plan_of(model)).plan  # type: ignore[assignment]
+    plan = create.plan_of(model)
+    copy = surgery.apply_to_copy(model, plan.delta())
+    copy.plan = surgery.fold_linears(copy, plan).plan  # type: ignore[assignment]
     return copy
 
 

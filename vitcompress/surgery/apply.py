@@ -15,6 +15,7 @@ from vitcompress.surgery.fold import fold_module
 
 def apply_to_copy(model: nn.Module, plan: Plan) -> nn.Module:
     """`apply_plan` on a copy of `model`."""
+    family_of(model)  # rejects models with computed weights, which torch cannot copy
     return apply_plan(deepcopy(model), plan)
 
 
