@@ -27,6 +27,7 @@ from torch.nn.utils.prune import l1_unstructured
 
 import vitcompress as vc
 from vitcompress.errors import DataError, InputError, PlanError, VitcompressError
+from vitcompress.exporters.sidecar import sidecar_path
 from vitcompress.io.progress import Progress
 from vitcompress.methods.base import Measured
 from vitcompress.methods.table import METHODS
@@ -154,10 +155,10 @@ def test_models_of_timm_itself_are_taken() -> None:
     [
         (lambda: vc.plan(model(), "isomorfic"), "did you mean|nearest|isomorphic"),
         (lambda: vc.plan("isomorphic", model()), "the method is of the type VisionTransformer"),  # type: ignore[arg-type]
-        (lambda: vc.load_model(__file__), "is a file, not a run folder"),
         (lambda: vc.plan("runs/x", "magnitude"), "the model is a str"),  # type: ignore[arg-type]
         (lambda: vc.export("runs/x", "x.onnx"), "the model is a str"),  # type: ignore[arg-type]
         (lambda: vc.finetune(model(), batches(), teacher="runs/x"), "the model is a str"),  # type: ignore[arg-type]
+        (lambda: vc.load_model(__file__), "is a file, not a run folder"),
         (lambda: vc.plan(model(), "isomorphic", batches(), keep=0.5), "keep"),
         (lambda: vc.plan(model(), "isomorphic", batches(), keep_ratio=2.0), "keep_ratio"),
         (lambda: vc.finetune(model(), batches(), epoch=3), "epoch"),
@@ -606,8 +607,8 @@ def tied(network: nn.Module) -> None:
         (adapted, r"its blocks\.0\.mlp\.fc1 is a Adapted; use a plain layer"),
         (wrapped, r"its blocks\.0\.attn\.qkv is a Sequential; use a plain layer"),
         (parametrized, r"its blocks\.0\.attn\.qkv is a ParametrizedLinear"),
-        (tied, "some of its modules share parameters"),
         (masked, r"its blocks\.1\.attn\.qkv computes its weight; make it permanent"),
+        (tied, "some of its modules share parameters"),
     ],
 )
 def test_layers_that_slicing_and_folding_do_not_know_are_rejected(change: Any, text: str) -> None:
@@ -751,6 +752,22 @@ def test_up_vit_is_saved_with_its_standard_model(tmp_path: Path) -> None:
     for args in (saved["arch_args"], saved["standard"]["args"]):
         assert args["pretrained_cfg_overlay"]["mean"] == [0.25]
     assert vc.verify(tmp_path / "other").passed
+
+
+@pytest.mark.parametrize("classes", [None, ("ant", "bee")])
+def test_a_model_with_another_head_and_preprocessing_is_exported_into_its_folder(tmp_path: Path, classes: Any) -> None:
+    """The file names the plan that was saved: with these changes, and with the names of classes or without them."""
+    small = vc.prune(model(), vc.plan(model(), "fixed", activation=[0]))
+    small.reset_classifier(2)
+    small.pretrained_cfg["mean"] = (0.25,)
+    vc.save_model(small, tmp_path / "out", classes)
+    file = vc.export(small, tmp_path / "out" / "model.onnx", class_names=classes or ())
+    assert vc.verify(tmp_path / "out").passed
+    vc.save_model(model(), tmp_path / "other")
+    for path in (file, sidecar_path(file)):
+        (tmp_path / "other" / path.name).write_bytes(path.read_bytes())
+    checks = {check.name: check.detail for check in vc.verify(tmp_path / "other").checks}
+    assert "plan_sha256" in checks["onnx.metadata"]
 
 
 def test_a_model_without_a_classifier_is_exported_without_class_names(tmp_path: Path) -> None:

@@ -280,7 +280,7 @@ def is_empty(*parts: nn.Module | None) -> bool:
 def layer_problem(layer: nn.Module) -> str | None:
     """Why `layer` is no plain layer: a wrapper, as of LoRA, another class, or computed weights."""
     if type(layer) not in LAYERS:
-        return f"is a {type(layer).__name__}; use a plain layer"
+        return None if is_empty(layer) else f"is a {type(layer).__name__}; use a plain layer"
     stored = "weight" in dict(layer.named_parameters())
     return None if stored else "computes its weight; make it permanent, as with torch.nn.utils.prune.remove"
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timm.models import get_model_args
 from torch import Tensor, nn
 
 from vitcompress.errors import ArtifactError, InputError, PlanError, WeightsError
@@ -19,7 +18,6 @@ from vitcompress.io.manifest import check_unchanged, write_manifest
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import read_checkpoint, save_tensors
 from vitcompress.models import create
-from vitcompress.models.preprocessing import NAMES
 from vitcompress.plan import Plan, enclosing_module
 from vitcompress.surgery import apply_plan, apply_to_copy
 
@@ -60,33 +58,24 @@ def save_model(model: nn.Module, folder: str | Path, classes: Sequence[str] | No
 
     `load_model` loads it, and `vitcompress export`, `verify` and `bench` accept the folder. The weights may have been
     trained further; the classifier (`reset_classifier`) and the preprocessing (`pretrained_cfg`) may be new. classes:
-    their names, which exported files contain; None: those that the model has.
+    their names, which files contain that are exported from the folder (for `vc.export`, pass them as `class_names`);
+    None: those that the model has.
 
     Raises:
         ArtifactError: the folder is not empty.
         InputError: the model has no plan and is not as timm builds it, see `plan_of`; or `classes` has another length.
         WeightsError: the weights do not belong to the plan, because the model was changed in another way.
     """
-    folder, plan = Path(folder), create.plan_of(model)
+    folder, plan = Path(folder), create.current_plan(model)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ArtifactError(f"{folder} is not empty", hint="choose a new folder; this one may contain other exports")
     model = model if hasattr(model, "plan") else prepare_model(deepcopy(model))
     weights, count = model.state_dict(), getattr(model, "num_classes", None)
     if classes is not None and len(classes) != count:
         raise InputError(f"{len(classes)} class names, but the model has {count} classes")
+    if classes is not None:
+        plan = replace(plan, arch_args=create.with_class_names(plan.arch_args, classes))
     blank = _rebuild(plan, weights)
-    recorded, names = get_model_args(blank), create.class_names_of(blank)
-    # What `reset_classifier` changed: the number of classes, the pooling, the place of the norm.
-    changed = {name: value for name, value in get_model_args(model).items() if recorded.get(name) != value}
-    own, other = (create.input_config(one).to_dict() for one in (model, blank))
-    if preprocessing := {name: own[name] for name in NAMES if own[name] != other[name]}:
-        changed[create.OVERLAY] = {**(plan.arch_args.get(create.OVERLAY) or {}), **preprocessing}  # type: ignore[dict-item]
-    names = () if "num_classes" in changed else names
-    if changed or (classes is not None and tuple(classes) != names):
-        standard = plan.standard and {**plan.standard, "args": {**plan.standard["args"], **changed}}
-        args = create.with_class_names({**plan.arch_args, **changed}, classes or names)
-        plan = replace(plan, arch_args=args, standard=standard)
-        blank = _rebuild(plan, weights)
     if difference := create.find_difference(model, blank):
         message = f"this {plan.arch} is not the model of its plan: {difference} differs"
         raise WeightsError(message, hint="undo the change, which loading would not repeat; see also `reset_classifier`")

@@ -5,7 +5,7 @@ import re
 import traceback
 import typing
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -160,6 +160,24 @@ def plan_of(model: nn.Module) -> Plan:
     if (changed := find_difference(model, built)) and find_difference(model, prepare_model(built)):
         raise InputError(f"this {arch} is not as timm builds it with {plan.arch_args}: {changed} differs", hint=hint)
     return plan
+
+
+def current_plan(model: nn.Module) -> Plan:
+    """`plan_of`, with what `reset_classifier` changed since (classes, pooling, place of the norm), the input size and
+    the preprocessing: what is saved with `model`, and named in its files.
+    """
+    plan = plan_of(model)
+    blank = create_on_meta(plan.arch, plan.arch_args)
+    recorded = timm.models.get_model_args(blank)
+    changed = {name: v for name, v in timm.models.get_model_args(model).items() if recorded.get(name) != v}
+    args = with_class_names(plan.arch_args, ()) if "num_classes" in changed else plan.arch_args
+    own, other = (input_config(one).to_dict() for one in (model, blank))
+    if preprocessing := {name: own[name] for name in NAMES if own[name] != other[name]}:
+        changed[OVERLAY] = {**(args.get(OVERLAY) or {}), **preprocessing}  # type: ignore[dict-item]
+    if not changed:
+        return plan
+    standard = plan.standard and {**plan.standard, "args": {**plan.standard["args"], **changed}}
+    return replace(plan, arch_args={**args, **changed}, standard=standard)
 
 
 def find_difference(model: nn.Module, other: nn.Module) -> str:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -19,7 +20,7 @@ from vitcompress.io.checks import Check, Status, problem_check
 from vitcompress.io.files import decode_json_values, read_json, signed_files, write_json
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.text import format_shape
-from vitcompress.models.create import input_config
+from vitcompress.models.create import input_config, with_class_names
 from vitcompress.verify.engine import engine_checks
 from vitcompress.verify.outputs import PREFIX, PlannedOriginal, output_checks
 from vitcompress.verify.weights import CHECK, FileTensors, compare_tensors, exported_module
@@ -76,13 +77,15 @@ def metadata_check(path: Path, original: PlannedOriginal, contents: Contents | N
         stated[path.name] = contents.metadata
     config, count = input_config(original.model), getattr(original.model, "num_classes", 0)
     expected = {key: list(v) if isinstance(v, tuple) else v for key, v in config.to_dict().items()}
-    problems = []
+    plan, problems = original.plan, []
+    unnamed = replace(plan, arch_args=with_class_names(plan.arch_args, ()))  # before `save_model` added the classes
     for source, metadata in stated.items():
         values = decode_json_values(metadata)
         names = values.get("classes")
         numbered = original.classes is None and isinstance(names, list) and len(names) == count
         classes = names if numbered else f"{count} names" if original.classes is None else list(original.classes)
-        own = {**expected, "classes": classes, "plan_sha256": original.plan.digest}
+        digest = unnamed.digest if values.get("plan_sha256") == unnamed.digest else plan.digest
+        own = {**expected, "classes": classes, "plan_sha256": digest}
         for key, value in {**recorded, **own}.items():
             if values.get(key) != value:
                 problems.append(f"{key} is {values.get(key)!r:.60} in {source}, not {value!r:.60}")
