@@ -26,7 +26,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.utils.prune import l1_unstructured
 
 import vitcompress as vc
-from vitcompress.errors import DataError, InputError, PlanError, VitcompressError
+from vitcompress.errors import DataError, DeviceError, InputError, PlanError, VitcompressError
 from vitcompress.exporters.sidecar import sidecar_path
 from vitcompress.io.progress import Progress
 from vitcompress.methods.base import Measured
@@ -768,6 +768,16 @@ def test_a_model_with_another_head_and_preprocessing_is_exported_into_its_folder
         (tmp_path / "other" / path.name).write_bytes(path.read_bytes())
     checks = {check.name: check.detail for check in vc.verify(tmp_path / "other").checks}
     assert "plan_sha256" in checks["onnx.metadata"]
+
+
+@pytest.mark.parametrize("device", [torch.device("cpu"), torch.device("cpu", 0)])
+def test_devices_of_torch_are_taken(device: torch.device) -> None:
+    network = model()
+    assert vc.plan(network, "magnitude", keep_heads=0.5, device=device).heads
+    assert vc.finetune(network, batches(), epochs=1, device=device).history
+    assert vc.evaluate(network, batches(), device=device).total == 64
+    with pytest.raises(DeviceError, match="'meta' is unknown"):
+        vc.evaluate(network, batches(), device=torch.device("meta"))
 
 
 def test_a_model_without_a_classifier_is_exported_without_class_names(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from vitcompress.errors import ArtifactError, PlanError, VitcompressError
@@ -297,7 +298,7 @@ def context_for(
     *,
     plan: Plan | None = None,
     folder: str | Path | None = None,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     seed: int = 0,
     **settings: Any,
 ) -> Context:

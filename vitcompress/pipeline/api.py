@@ -88,7 +88,7 @@ def plan(
     method: str | Method = "isomorphic",
     data: Any = None,
     *,
-    device: str = "auto",
+    device: str | torch.device = "auto",
     seed: int = 0,
     folder: str | Path | None = None,
     training: Mapping[str, Any] | None = None,
@@ -103,7 +103,7 @@ def plan(
     Args:
         data: labeled training images: a map-style data set of (image, class) pairs, or an iterable of (images, labels)
             batches, which is read into memory. Methods that rank by weights alone need none.
-        device: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`.
+        device: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`, or a torch.device.
         folder: for measurements and training states, so that a stopped call with the same arguments can continue; None:
             a temporary folder.
         training: fields of `TrainOptions` for methods that train, such as `batch_size` and `augmentation`.
@@ -147,7 +147,7 @@ def finetune(  # noqa: PLR0913 (each argument is public and has a default)
     val_data: Any = None,
     *,
     teacher: nn.Module | None = None,
-    device: str = "auto",
+    device: str | torch.device = "auto",
     amp: distributed.Amp = "none",
     workers: int = 0,
     seed: int = 0,
@@ -292,7 +292,9 @@ def verify(folder: str | Path, *, progress: Progress | None = None) -> Verificat
     return verify_folder(Path(folder), progress=progress or SILENT)
 
 
-def evaluate(model: Artifact, data: Any, *, batch_size: int = 256, device: str = "auto", workers: int = 0) -> Accuracy:
+def evaluate(
+    model: Artifact, data: Any, *, batch_size: int = 256, device: str | torch.device = "auto", workers: int = 0
+) -> Accuracy:
     """Top-1 and top-5 accuracy with counts, of a model or of an exported file.
 
     data: a map-style data set of (image, class) pairs, or an iterable of (images, labels) batches. If it has `classes`,

@@ -91,7 +91,7 @@ class Runtime:
         return batch_size // self.world_size
 
 
-def start(device: str = "auto", amp: Amp = "none", workers: int = 0) -> Runtime:
+def start(device: str | torch.device = "auto", amp: Amp = "none", workers: int = 0) -> Runtime:
     """Create the runtime of this process; join the process group if `torchrun` started several.
 
     device: "auto" (CUDA, else MPS, else CPU), "cpu", "cuda", "cuda:N" or "mps". Raises DeviceError if this machine
@@ -126,10 +126,11 @@ def derived_seed(*parts: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big")
 
 
-def check_device(name: str, amp: str, local_rank: int = 0) -> torch.device:
+def check_device(name: str | torch.device, amp: str, local_rank: int = 0) -> torch.device:
     """The device `name` of `start`; for several processes, that of `local_rank`. Raises DeviceError as `start`."""
     if amp not in ("none", *_AMP_TYPES):
         raise DeviceError(f"amp {amp!r} is not known", hint="use none, fp16 or bf16")
+    name = str(name).removesuffix(":0") if isinstance(name, torch.device) and name.type != "cuda" else str(name)
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     kind, number = hardware.parse_device(name, local_rank)
