@@ -73,7 +73,7 @@ def _multiply_patches(graph: ir.Graph, node: ir.Node) -> None:
     factors = reshape(patches, [None, length], "rows"), reshape(weight, [width, length], "matrix")
     product = add("Gemm", [*factors, *bias], "product", [None, width], transB=1)
     whole = reshape(product, [None, rows, columns, width], "whole")
-    ir.convenience.replace_all_uses_with(maps, add("Transpose", [whole], "maps", maps.shape, perm=[0, 3, 1, 2]))
+    ir.convenience.replace_all_uses_with(maps, add("Transpose", [whole], "maps", list(maps.shape), perm=[0, 3, 1, 2]))
     graph.remove(node, safe=True)
 
 
@@ -100,7 +100,7 @@ class _Rows:
         """A replaced value with all its axes, for a node that needs them."""
         if value not in self._whole:
             assert value.shape is not None
-            self._whole[value] = _reshape(self._graph, self._rows[value], value, value.shape, "whole", before)
+            self._whole[value] = _reshape(self._graph, self._rows[value], value, list(value.shape), "whole", before)
         return self._whole[value]
 
     def replace(

@@ -39,7 +39,7 @@ def family_of(model: nn.Module) -> Family:
     raise UnsupportedModelError(f"this model cannot be pruned: {reason}", hint=supported)
 
 
-def unwrap(model: nn.Module) -> nn.Module:
+def unwrap(model: object) -> nn.Module:
     """The model inside of a module of torch.compile, DataParallel or DistributedDataParallel, else `model`.
 
     Raises InputError for what is no module.
