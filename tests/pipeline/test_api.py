@@ -472,7 +472,9 @@ def test_a_folder_belongs_to_one_plan(tmp_path: Path) -> None:
     plan = vc.plan(model(), "isomorphic", batches(), folder=tmp_path, keep_ratio=0.5, align=FINE)
     assert vc.plan(model(), "isomorphic", batches(), folder=tmp_path, keep_ratio=0.5, align=FINE) == plan
     others = [model(depth=1), model(seed=1)]
-    calls = [(model(), batches(), 0.6), (model(), batches(5), 0.5), *((other, batches(), 0.5) for other in others)]
+    brighter = [(images + 1, labels) for images, labels in batches()]
+    calls = [(model(), batches(), 0.6), (model(), batches(5), 0.5), (model(), brighter, 0.5)]
+    calls += [(other, batches(), 0.5) for other in others]
     for network, data, ratio in calls:
         with pytest.raises(InputError, match="contains a plan of another model or call"):
             vc.plan(network, "isomorphic", data, folder=tmp_path, align=FINE, keep_ratio=ratio)

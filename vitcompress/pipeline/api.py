@@ -130,8 +130,7 @@ def plan(
     base = context_for(model, data, folder=folder, device=device, seed=seed, **fields)  # owns the temporary folder
     clock = LatencyClock(base.input, base.runtime, base.progress, seed=seed)
     context = replace(base, latency=clock, measured_on=measured_on(base.runtime.device, None))
-    labels = tensors_digest((), str([part.labels.tolist() for part in (base.data.train, base.data.heldout)]))
-    call = {"method": chosen.name, "model": context.plan.digest, "seed": seed, "labels": labels}
+    call = {"method": chosen.name, "model": context.plan.digest, "seed": seed, "data": base.data.digest}
     call |= {"options": asdict(settings), "training": asdict(base.train)}
     with _recorded(context.folder / "call.json", call, model, "plan"):
         model.to(context.runtime.device)
