@@ -251,7 +251,7 @@ def _class_mismatch(what: str, have: int, wanted: object) -> WeightsError:
     return WeightsError(
         f"{what} have {have} classes, the data has {wanted}",
         hint="fine-tune the dense model on this data first and pass its weights with --weights, or set "
-        "model.new_head = true to start with a random classifier",
+        "model.new_head = true to start with a random classifier (in Python: model.reset_classifier)",
     )
 
 
