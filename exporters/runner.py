@@ -54,8 +54,8 @@ class RunnerOptions:
 
 # Keys of every runner's description, with the values for runtimes without such a property.
 DESCRIPTION: dict[str, object] = {
-    **dict.fromkeys(("artifact", "sha256", "runtime", "runtime_version", "device", "device_name", "provider")),
-    **{"precision": None, "tf32": False, "threads": None, "sdpa": None},
+    **dict.fromkeys(("artifact", "sha256", "runtime", "runtime_version", "device_name", "provider")),
+    **{"device": "cpu", "precision": None, "tf32": False, "threads": None, "sdpa": None},
     **dict.fromkeys(("compile", "cuda_graph", "transfers"), False),
     **dict.fromkeys(("graph_optimization", "weights")),
 }

@@ -17,8 +17,10 @@ from vitcompress.bench.report import run as reports
 from vitcompress.bench.suite import BenchOptions
 from vitcompress.bench.timing import protocol
 from vitcompress.errors import ArtifactError, DeviceError, InputError, VitcompressError
+from vitcompress.exporters.calls import BoundCall
 from vitcompress.exporters.onnx.export import export
 from vitcompress.exporters.onnx.runner import OnnxRunner
+from vitcompress.exporters.runner import Runner
 from vitcompress.exporters.runtimes import RunnerOptions, TorchRunner
 from vitcompress.io import hardware
 from vitcompress.models.checkpoint import write_model
@@ -65,6 +67,28 @@ def test_onnx_and_torch_side_by_side(folder: Path) -> None:
     assert ratio["ci95"][0] <= ratio["median"] <= ratio["ci95"][1]
     assert data["machine"]["versions"]["torch"]
     assert data["passed"] and bench.failure() is None
+
+
+class Zeros(Runner):
+    """The runner of another package, which describes no more than its runtime."""
+
+    input, input_size = None, (3, 8, 8)
+
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(images), 10)
+
+    def _bind(self, images: torch.Tensor) -> BoundCall:
+        return BoundCall(lambda: self(images))
+
+    def _describe(self) -> dict[str, object]:
+        return {"runtime": "zeros"}
+
+
+def test_a_runtime_that_states_no_device_is_measured_on_the_cpu() -> None:
+    bench = suite.compare(
+        [Zeros("x", RunnerOptions(), "zeros"), TorchRunner(build("plain"), RunnerOptions(), name="plain")], SMALL
+    )
+    assert [row["device"] for row in bench.to_dict()["rows"]] == ["cpu", "cpu"]
 
 
 @pytest.mark.parametrize(("fail_under", "passes"), [(1e-6, True), (1e6, False)])
