@@ -493,6 +493,15 @@ def test_a_folder_belongs_to_one_training(tmp_path: Path) -> None:
         assert all(torch.equal(value, network.state_dict()[name]) for name, value in same.state_dict().items())
 
 
+def test_a_training_neither_uses_nor_leaves_gradients() -> None:
+    network, other = model(), model()
+    other(X).square().sum().backward()
+    for trained in (network, other):
+        vc.finetune(trained, batches(), epochs=1, device="cpu")
+        assert all(parameter.grad is None for parameter in trained.parameters())
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in network.state_dict().items())
+
+
 def test_a_model_with_a_head_of_the_user_is_trained(tmp_path: Path) -> None:
     """It has no plan that vitcompress knows."""
     network = timm.create_model("vit_tiny_patch16_224", num_classes=4, **ARGS)

@@ -154,7 +154,7 @@ def finetune(  # noqa: PLR0913 (each argument is public and has a default)
     progress: Progress | None = None,
     **options: Any,
 ) -> TrainResult:
-    """Train `model` in place; it ends in eval mode with the selected weights.
+    """Train `model` in place; it ends in eval mode with the selected weights, and without gradients.
 
     It seeds the random generators of Python, NumPy and torch, as `plan` does with methods that train. The rate of
     stochastic depth is that of the options, not of the model. The teacher moves to the device, and stays in eval mode.

@@ -37,7 +37,7 @@ def train(
     at: TrainingContext,
     controls: TrainingControls | None = None,
 ) -> TrainResult:
-    """Train `module` in place; it ends in eval mode with the selected weights.
+    """Train `module` in place; it ends in eval mode with the selected weights, and without gradients.
 
     module: a timm model, or a wrapper with one as `.model` (DDP wraps the outer one). heldout_set: evaluated after
     epochs; None or empty for none. Raises InputError for options that contradict the data, the model, the processes or
@@ -50,7 +50,7 @@ def train(
     student = student_of(module, options.distillation, controls.teacher, at.seed)
     with both_heads(module), drop_path(module, options.drop_path):
         result = _run(TrainingJob(student, options, at, controls, loss, train_set, heldout_set))
-    module.eval()
+    module.eval().zero_grad()  # the next loop may be the user's own
     return result
 
 
