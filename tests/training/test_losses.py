@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 from contracts import add_gates, layers
 from tiny_training import CPU, INPUT, OPTIONS, fit, same, stripes, two_headed, vit, weights
@@ -95,6 +96,12 @@ def test_a_teacher_is_frozen_and_must_fit(tmp_path: Path) -> None:
         fit(vit(), tmp_path / "b", options, teacher=vit(img_size=6))
     with pytest.raises(InputError, match="teacher has 5 classes, the student 3"):
         fit(vit(), tmp_path / "b", options, teacher=vit(num_classes=5))
+    cnn = timm.create_model("test_resnet", num_classes=3, in_chans=1)
+    with pytest.raises(InputError, match="teacher takes images of") as caught:
+        fit(vit(), tmp_path / "c", options, teacher=cnn)
+    assert "pretrained_cfg['input_size']" in str(caught.value.hint)
+    cnn.pretrained_cfg["input_size"] = input_config(vit()).size
+    fit(vit(), tmp_path / "c", options, teacher=cnn)
 
 
 def test_a_teacher_sees_pixels_normalized_its_own_way() -> None:

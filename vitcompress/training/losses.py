@@ -70,7 +70,8 @@ class Teacher:
         own, self.dtype = input_config(model), next(model.parameters()).dtype
         if own.size != student_input.size:
             message = f"the teacher takes images of {own.size}, the student of {student_input.size}"
-            raise InputError(message, hint="use a teacher with the student's channels and input size")
+            hint = "use a teacher with the student's channels and input size, in a CNN pretrained_cfg['input_size']"
+            raise InputError(message, hint=hint)
         self.frozen = DistillationTeacher(model.to(device), device=device)
         # timm fills these from the pretrained settings, which are for 3 channels; ours fit the model as it is.
         means_and_stds = (own.mean, own.std, student_input.mean, student_input.std)
