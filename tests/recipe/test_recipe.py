@@ -301,3 +301,7 @@ def test_files_that_a_recipe_would_not_read_are_a_problem(file: Path, assignment
     assert problem.startswith(f"{assignment.partition('=')[0]}   has no effect") and remedy in problem
     others = ["data.source=imagefolder", "finetune.teacher=deit_small_patch16_224.fb_in1k"]
     load_recipe(str(file), [assignment, *others])
+
+
+def test_one_assignment_may_be_a_text() -> None:
+    assert load_recipe("digits_hetdpt", "run.seed=3") == load_recipe("digits_hetdpt", ["run.seed=3"])

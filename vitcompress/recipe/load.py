@@ -34,7 +34,7 @@ def load_recipe(source: str, sets: Sequence[str] = (), model: str | None = None)
     table = data.get("model")
     if model is not None and isinstance(table, dict):
         data["model"] = {**table, "name": model, "args": {}}
-    return build_recipe(source, data, sets)
+    return build_recipe(source, data, [sets] if isinstance(sets, str) else sets)
 
 
 def load_recipe_of_run(path: Path) -> Recipe:
