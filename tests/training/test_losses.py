@@ -31,6 +31,16 @@ def test_hard_and_soft_losses_are_deits() -> None:
     assert float(soft_loss(student, teacher, 3.0)) == pytest.approx(float(soft), rel=1e-5)
 
 
+def test_soft_losses_are_not_rounded_to_half_precision() -> None:
+    """Rounded logarithms of close logits, as of a pruned model and its teacher, have another divergence."""
+    generator = torch.Generator().manual_seed(0)
+    student = 3 * torch.randn(64, 10, generator=generator)
+    teacher = (student + 0.1 * torch.randn(64, 10, generator=generator)).bfloat16()
+    exact = float(soft_loss(student.bfloat16().double(), teacher.double(), 2.0))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert float(soft_loss(student.bfloat16(), teacher, 2.0)) == pytest.approx(exact, rel=1e-4)
+
+
 def test_the_decision_of_a_teacher_may_count_as_a_smoothed_label() -> None:
     """As in the code released with isomorphic pruning; the labels keep a smoothing of their own."""
     student, teacher = vit(), vit(seed=1)

@@ -234,6 +234,7 @@ def hard_loss(student: Tensor, teacher: Tensor, smoothing: float = 0.0) -> Tenso
 
 def soft_loss(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     """DeiT eq. 2: T^2 * KL(teacher || student) of softened distributions, mean over images; logits (batch, classes)."""
-    log_student = functional.log_softmax(student / temperature, dim=1)
-    log_teacher = functional.log_softmax(teacher / temperature, dim=1)
+    # Autocast divides in half precision, and on the CPU takes the logarithm in it: coarser than the two differ.
+    logits = (each.to(torch.promote_types(each.dtype, torch.float32)) for each in (student, teacher))
+    log_student, log_teacher = (functional.log_softmax(each / temperature, dim=1) for each in logits)
     return functional.kl_div(log_student, log_teacher, reduction="batchmean", log_target=True) * temperature**2
