@@ -26,7 +26,7 @@ def older(tmp_path: Path, recipe: Recipe) -> Path:
     folder = tmp_path / "dense-0123456789ab"
     folder.mkdir()
     record_settings(recipe, folder)
-    RunFolder(folder).plan.touch()
+    RunFolder(folder).manifest.touch()
     edit_settings(
         folder, lambda table: (table["dense"].pop("patch_weight"), table["dense"]["augmentation"].pop("remode"))
     )
@@ -54,7 +54,7 @@ def test_a_model_of_a_version_with_fewer_options_is_used(tmp_path: Path, recipe:
 
 
 def test_a_training_that_another_version_began_is_not_continued(tmp_path: Path, recipe: Recipe, older: Path) -> None:
-    RunFolder(older).plan.unlink()
+    RunFolder(older).manifest.unlink()
     assert dense_folder(recipe, tmp_path / "run") == tmp_path / f"dense-{dense_key(recipe)}"
 
 

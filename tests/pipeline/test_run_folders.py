@@ -260,3 +260,12 @@ def test_a_changed_dense_model_that_runs_share_is_detected(small: Path) -> None:
     verification = verify_folder(small / "run", dense=weights.parent)
     failed = {check.name for check in verification.checks if check.verdict == "failed"}
     assert failed == {"dense.manifest.model.safetensors"}
+
+
+def test_a_dense_model_without_manifest_is_not_finished(small: Path) -> None:
+    """The manifest is its last file; without it, a run could not tell that images or weights are others."""
+    (manifest,) = small.glob("dense-*/manifest.json")
+    written = manifest.read_bytes()
+    manifest.unlink()  # as if it had been stopped just before
+    world.run(small, *world.BARE, "finetune.lr=5e-4", name="second")
+    assert manifest.read_bytes() == written

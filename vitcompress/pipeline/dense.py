@@ -31,7 +31,7 @@ from vitcompress.training.trainer import TrainingContext, TrainingControls
 def create_dense(job: Job) -> None:
     """Train the dense model, or create it with the recipe's weights, unless another run does so at the same time."""
     with claim_folder(job.dense_folder, job.progress) if job.runtime.is_main else nullcontext():
-        if job.runtime.broadcast(RunFolder(job.dense_folder).plan.is_file()):  # another run was faster
+        if job.runtime.broadcast(RunFolder(job.dense_folder).manifest.is_file()):  # another run was faster
             return
         if job.runtime.is_main:
             remove_unfinished(job.dense_folder)
@@ -152,7 +152,7 @@ def check_dense(job: Job) -> None:
 def has_dense(job: Job) -> bool:
     """Whether another run or an interrupted one has left the dense model, so that its weights are not needed again."""
     removed = job.options.fresh and job.dense_folder.is_relative_to(job.folder)
-    return RunFolder(job.dense_folder).plan.is_file() and not removed
+    return RunFolder(job.dense_folder).manifest.is_file() and not removed
 
 
 def preview_dense(job: Job) -> Accuracy:

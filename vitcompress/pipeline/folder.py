@@ -205,7 +205,7 @@ def _equal_trainings(recipe: Recipe, parent: Path) -> Iterator[Path]:
     An unfinished training of another version is not continued with the options of this one.
     """
     for files in map(RunFolder, sorted(parent.glob("dense-*"))):
-        if not (files.settings.is_file() and files.plan.is_file()):
+        if not (files.settings.is_file() and files.manifest.is_file()):
             continue
         try:
             other = build_recipe(str(files.settings), {**read_json(files.settings), **ANY_STEP})

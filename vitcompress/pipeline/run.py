@@ -42,7 +42,7 @@ class Stage:
 
 # Under torchrun, all processes take part in the first stages; the first process runs the others when they have ended.
 SHARED_STAGES = (
-    Stage("dense model", dense.create_dense, lambda job: RunFolder(job.dense_folder).plan),
+    Stage("dense model", dense.create_dense, lambda job: RunFolder(job.dense_folder).manifest),
     Stage("check the dense model", dense.check_dense, None),
     Stage("prune", prune.run_steps, lambda job: job.steps[-1].files.plan),
     Stage("fine-tune", prune.recover, lambda job: job.files.unfolded_plan),
