@@ -96,5 +96,10 @@ def test_a_student_that_becomes_narrower_than_its_teacher() -> None:
     )
 
 
+def test_a_student_that_drops_patches_while_it_trains() -> None:
+    sets = taught_by("model.args.patch_drop_rate=0.5", "finetune.teacher=dense", "finetune.distillation=soft_patch")
+    assert "features are (4, 16), the student's (2, 16)" in expect_error("recipe", "small.toml", *sets)
+
+
 def test_the_dense_model_has_no_teacher() -> None:
     assert "dense.distillation" in expect_error("recipe", "small.toml", *taught_by("dense.distillation=soft"))

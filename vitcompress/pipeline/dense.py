@@ -256,7 +256,7 @@ def check_teacher(job: Job, *, download: bool = True) -> None:
         return _check_classes(job, hub_classes(arch))
     teacher = (_load_teacher(job) or deepcopy(job.blank)).to("meta")
     _check_classes(job, int(getattr(teacher, "num_classes", 0)))
-    pruned = deepcopy(job.pruned)
+    pruned = deepcopy(job.pruned).train()  # in which patches may be dropped
     # Checks the image size, and that the weights of the losses train every head.
     Objective(pruned, finetune, teacher=teacher, input=job.input, device=torch.device("meta"))
     check_features(pruned, finetune.distillation, teacher, job.input)
