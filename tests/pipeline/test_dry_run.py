@@ -81,6 +81,14 @@ def test_a_final_learning_rate_above_the_peak_is_a_note() -> None:
     assert note == "min_lr is 1e-05, the peak 1e-06: the learning rate stays at the peak."
 
 
+def test_a_rate_of_stochastic_depth_among_the_arguments_of_the_model_is_a_note() -> None:
+    """Trainings set the rate of every block."""
+    (note,) = dry_run(0, "recipe", "small.toml", "--set", "model.args.drop_path_rate=0.2")["notes"]
+    assert note == "model.args.drop_path_rate has no effect: drop_path of [dense] and [finetune] is the rate."
+    words = ["recipe", "small.toml", "--set", "model.args.drop_path_rate=0.0", "--set", "finetune.drop_path=0.2"]
+    assert dry_run(0, *words)["notes"] == []
+
+
 def test_costs_need_no_data() -> None:
     result = dry_run(0, "recipe", "deit_s_hetdpt")
     assert result["missing"] == [] and result["notes"][0] == "no data folder is set: set it with --data PATH"

@@ -190,11 +190,13 @@ class Job:
         return "cpu" if self.onnx_problem else str(self.runtime.device)
 
     def notes(self) -> Iterator[str]:
-        """Notes on weights without a revision, left-out images, schedules without effect, and ONNX files elsewhere."""
+        """Notes on weights without a revision, left-out images, options without effect, and ONNX files elsewhere."""
         if (name := self.resolved.weights).startswith(HUB) and name not in vars(self.recipe.model).values():
             yield f"The weights are {name}; use this name with --weights to get the same again."
         if skipped := () if self.data is None else self.data.skipped:
             yield describe_skipped(skipped)
+        if self.trainings and self.recipe.model.args.get("drop_path_rate"):
+            yield "model.args.drop_path_rate has no effect: drop_path of [dense] and [finetune] is the rate."
         for own in filter(None, (self.recipe.dense, *self.trainings)):
             if 0 < own.epochs < own.warmup_epochs:
                 yield f"warmup_epochs is {own.warmup_epochs} of {own.epochs} epochs: the learning rate never peaks."
