@@ -145,6 +145,12 @@ def test_the_image_size_of_an_overlay_is_stated() -> None:
     assert (settings["img_size"].value, settings["img_size"].source) == (64, "model.args")
 
 
+@pytest.mark.parametrize(("size", "shown"), [([16, 32], [16, 32]), ([32, 16], [32, 16]), ([16, 16], 16)])
+def test_both_sides_of_an_oblong_image_are_stated(size: list[int], shown: Any) -> None:
+    settings = resolve_model(VIT, {"img_size": size, "patch_size": 8, "embed_dim": 16, "num_heads": 2}).settings
+    assert {setting.name: setting.value for setting in settings}["img_size"] == shown
+
+
 def test_preprocessing_is_that_of_the_training(tmp_path: Path) -> None:
     path = tmp_path / "a.pth"
     saved(

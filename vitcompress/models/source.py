@@ -200,8 +200,9 @@ def _facts(blank: nn.Module) -> dict[str, object]:
         for stage in getattr(blank, "layers", None) or getattr(blank, "stages", None) or [blank]
     ]
     shown = read_arguments(base_of(type(blank)), shapes_of(blank.state_dict()))
-    width = create.input_config(blank).size[-1]
-    return {"num_heads": heads if len(heads) > 1 else heads[0], **shown, "img_size": width}
+    height, width = create.input_config(blank).size[1:]
+    size = width if height == width else [height, width]
+    return {"num_heads": heads if len(heads) > 1 else heads[0], **shown, "img_size": size}
 
 
 def _plain(value: Any) -> Any:
