@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from itertools import product
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from command_line import begin, expect_error
-from whole_runs import SMALL
+from whole_runs import ENVIRONMENT, SMALL
 
 from vitcompress import cli
 from vitcompress.exporters.onnx.export import export
@@ -107,6 +109,21 @@ def test_a_finished_run_continues_with_the_trained_ranges(finished: RunFolder) -
     labels = {entry.key: entry.value for entry in onnx.load(str(files[0])).metadata_props}
     trained = read_json(finished.trained_ranges)["ranges"]
     assert json.loads(labels["quantization"])["ranges"] == {k: pytest.approx(v) for k, v in trained.items()}
+
+
+@pytest.mark.slow
+def test_a_process_of_another_host_needs_no_file_of_the_run(tmp_path: Path) -> None:
+    """Only the first process has the run folder, as without a shared disk."""
+    (tmp_path / "recipe.toml").write_text(SMALL + TABLES)
+    for rank in "01":
+        (tmp_path / rank).mkdir()
+    text = "import os\nos.chdir(os.environ['RANK'])\nfrom vitcompress.cli import main\nmain()\n"
+    (tmp_path / "host.py").write_text(text)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "host.py"]
+    words = ["recipe", str(tmp_path / "recipe.toml"), "--out", "run"]
+    done = subprocess.run([*torchrun, *words], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert RunFolder(tmp_path / "0" / "run").trained_ranges.is_file() and not any((tmp_path / "1").iterdir())
 
 
 def test_layers_that_were_trained_in_fp32_are_measured_for_an_export_in_int8(

@@ -108,14 +108,15 @@ def train_quantized(job: Job) -> None:
         return
     assert job.data is not None
     job.progress.stage(f"Train the folded model in {options.precision}")
-    plan = read_plan(files.plan)
-    model = load_model_files(files.plan, files.folded if files.folded.is_file() else files.weights)
+    weights = files.folded if files.folded.is_file() else files.weights
+    model = job.runtime.broadcast(load_model_files(files.plan, weights) if job.runtime.is_main else None)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     settings = job.runtime.broadcast(_measure_settings(job, model) if job.runtime.is_main else None)
     module = QuantizedTraining(model, settings, learned=table.ranges == "learned")
     controls = TrainingControls(teacher_for(job, load_dense(job)))
     train_model(job, module, job.quantized_training, files.quantized_state, "quantized", files.quantized, controls)
     if job.runtime.is_main:
+        plan = read_plan(files.plan)
         save_tensors(files.folded, before, {"plan": plan.digest})
         write_model(files.path, model, plan)
         ranges = {name: value.item() for name, value in module.ranges().items()}
