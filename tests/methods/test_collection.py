@@ -62,6 +62,19 @@ def test_fast_trainings_are_those_of_the_released_scripts(tmp_path: Path) -> Non
     assert fast_options(around, CollectionOptions(), 10, 100).batch_size == 100
 
 
+@pytest.mark.parametrize(
+    ("requested", "images", "batch", "parts"),
+    [(None, 100_000, 4096, 8), (None, 100, 96, 8), (None, 10, 10, 5), (None, 3, 2, 1), (8, 100, 8, 4)],
+)
+def test_small_batches_of_fast_trainings_have_fewer_parts(
+    requested: int | None, images: int, batch: int, parts: int, tmp_path: Path
+) -> None:
+    """Pairs of images are not split. The batch is neither larger than requested nor than the number of images."""
+    around = context(tmp_path, model(), train=TrainOptions(batch_size=4096, accumulate=8))
+    settings = fast_options(around, CollectionOptions(batch_size=requested), 10, images)
+    assert (settings.batch_size, settings.accumulate) == (batch, parts)
+
+
 def test_attention_first(tmp_path: Path) -> None:
     records = run(tmp_path, CollectionOptions(epochs=0, interleaved=2, order="attention_first"))
     assert [r["key"] for r in records if r["chain"] == "interleaved"] == ["interleaved_02"]

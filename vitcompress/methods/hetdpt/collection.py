@@ -36,13 +36,15 @@ Record = dict[str, Any]
 
 def fast_options(context: Context, options: FastTraining, epochs: int, images: int) -> TrainOptions:
     """The options of [finetune] for a short training. images: number of training images."""
-    # Whole batches for every process, and pairs for mixup.
-    step = 2 * context.runtime.world_size * context.train.accumulate
-    batch = max(step, min(options.batch_size or context.train.batch_size, images) // step * step)
+    # Whole batches for every process, and pairs for mixup; a small batch has fewer parts.
+    most, pairs = min(options.batch_size or context.train.batch_size, images), 2 * context.runtime.world_size
+    parts = max(1, min(context.train.accumulate, most // pairs))
+    batch = max(1, most // (pairs * parts)) * pairs * parts
     lr = options.lr or 5e-5 * batch / 512
-    fast = {"batch_size": batch, "schedule": "cosine", "optimizer": "adamw", "betas": None, "decay_all": False}
-    changes = {"weight_decay": options.weight_decay, "augmentation": replace(context.train.augmentation, repeats=0)}
-    return search_options(context.train, epochs, lr, options.min_lr, **fast, **changes)
+    fast = {"batch_size": batch, "accumulate": parts, "schedule": "cosine"}
+    adamw = {"optimizer": "adamw", "betas": None, "decay_all": False, "weight_decay": options.weight_decay}
+    changes = {**fast, **adamw, "augmentation": replace(context.train.augmentation, repeats=0)}
+    return search_options(context.train, epochs, lr, options.min_lr, **changes)
 
 
 def fine_tune(model: nn.Module, context: Context, options: CollectionOptions, name: str, label: str) -> None:
