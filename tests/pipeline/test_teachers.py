@@ -96,6 +96,20 @@ def test_a_student_that_becomes_narrower_than_its_teacher() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("arch", "alpha", "sentence"),
+    [
+        (ARCH, 1.5, "with alpha = 1.5 the labels would weigh -0.5"),
+        ("deit_tiny_distilled_patch16_224", 1.0, "alpha = 1 would leave one of the two heads untrained"),
+    ],
+)
+def test_weights_of_losses_between_steps_are_checked_before_the_training(
+    arch: str, alpha: float, sentence: str
+) -> None:
+    path = recipe_with("[finetune]", f'[[step]]\nmethod = "recover"\nepochs = 1\nalpha = {alpha}\n\n[finetune]')
+    assert sentence in expect_error("recipe", path, *taught_by(f"model.name={arch}", "finetune.teacher=dense"))
+
+
 def test_a_student_that_drops_patches_while_it_trains() -> None:
     sets = taught_by("model.args.patch_drop_rate=0.5", "finetune.teacher=dense", "finetune.distillation=soft_patch")
     assert "features are (4, 16), the student's (2, 16)" in expect_error("recipe", "small.toml", *sets)

@@ -258,7 +258,8 @@ def check_teacher(job: Job, *, download: bool = True) -> None:
     _check_classes(job, int(getattr(teacher, "num_classes", 0)))
     pruned = deepcopy(job.pruned).train()  # in which patches may be dropped
     # Checks the image size, and that the weights of the losses train every head.
-    Objective(pruned, finetune, teacher=teacher, input=job.input, device=torch.device("meta"))
+    for options in job.trainings:
+        Objective(pruned, options, teacher=teacher, input=job.input, device=torch.device("meta"))
     check_features(pruned, finetune.distillation, teacher, job.input)
 
 
