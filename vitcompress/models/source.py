@@ -200,9 +200,8 @@ def _facts(blank: nn.Module) -> dict[str, object]:
         for stage in getattr(blank, "layers", None) or getattr(blank, "stages", None) or [blank]
     ]
     shown = read_arguments(base_of(type(blank)), shapes_of(blank.state_dict()))
-    height, width = create.input_config(blank).size[1:]
-    size = width if height == width else [height, width]
-    return {"num_heads": heads if len(heads) > 1 else heads[0], **shown, "img_size": size}
+    size = [*dict.fromkeys(create.input_config(blank).size[1:])]
+    return {"num_heads": heads if len(heads) > 1 else heads[0], **shown, "img_size": size if len(size) > 1 else size[0]}
 
 
 def _plain(value: Any) -> Any:

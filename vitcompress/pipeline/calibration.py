@@ -116,9 +116,8 @@ def train_quantized(job: Job) -> None:
     controls = TrainingControls(teacher_for(job, load_dense(job)))
     train_model(job, module, job.quantized_training, files.quantized_state, "quantized", files.quantized, controls)
     if job.runtime.is_main:
-        plan = read_plan(files.plan)
-        save_tensors(files.folded, before, {"plan": plan.digest})
-        write_model(files.path, model, plan)
+        save_tensors(files.folded, before, {"plan": read_plan(files.plan).digest})
+        write_model(files.path, model, read_plan(files.plan))
         ranges = {name: value.item() for name, value in module.ranges().items()}
         write_json(files.trained_ranges, {"model": model_digest(model, settings.precision), "ranges": ranges})
 

@@ -62,12 +62,11 @@ def check_source(job: Job) -> None:
         message = f"the images or labels of {job.data.name} are not those that {job.dense_folder} was created with"
         raise DataError(message, hint="use those of then, or remove this folder and start over with --fresh")
     before, weights = recorded_source(job), job.resolved.weights
-    if before and job.weights_problem is None and weights != "hub":  # which may need a network
-        now = read_source(weights, job.base.arch)
-        if now["sha256"] != before["sha256"]:
-            message = "{} has other weights (sha256 {:.12}) than this run was started with, {} ({:.12})"
-            hint = "--fresh starts over with them; without it, use the weights of then"
-            raise WeightsError(message.format(*now.values(), *before.values()), hint=hint)
+    known = before and job.weights_problem is None and weights != "hub"  # which may need a network
+    if known and (now := read_source(weights, job.base.arch))["sha256"] != before["sha256"]:
+        message = "{} has other weights (sha256 {:.12}) than this run was started with, {} ({:.12})"
+        hint = "--fresh starts over with them; without it, use the weights of then"
+        raise WeightsError(message.format(*now.values(), *before.values()), hint=hint)
 
 
 def load_dense(job: Job) -> nn.Module:

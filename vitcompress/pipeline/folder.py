@@ -204,9 +204,8 @@ def _equal_trainings(recipe: Recipe, parent: Path) -> Iterator[Path]:
 
     An unfinished training of another version is not continued with the options of this one.
     """
-    for files in map(RunFolder, sorted(parent.glob("dense-*"))):
-        if not (files.settings.is_file() and files.manifest.is_file()):
-            continue
+    folders = map(RunFolder, sorted(parent.glob("dense-*")))
+    for files in (each for each in folders if each.settings.is_file() and each.manifest.is_file()):
         try:
             other = build_recipe(str(files.settings), {**read_json(files.settings), **ANY_STEP})
         except (ArtifactError, RecipeError, TypeError, ValueError):  # another version's options, or damaged

@@ -247,8 +247,7 @@ def _resolve(recipe: Recipe, options: RunOptions, data: Splits | None) -> tuple[
         resolved = resolve_model(table.name, table.args, table.weights, **user)
     except WeightsError as problem:
         dense = RunFolder(dense_folder(recipe, options.folder(recipe))).plan
-        done = dense.is_file() and not options.fresh
-        plan = read_plan(dense) if done else Plan(table.name, table.args)
+        plan = read_plan(dense) if dense.is_file() and not options.fresh else Plan(table.name, table.args)
         return resolve_model(plan.arch, plan.arch_args, **user), problem
     own = options.preprocessing.changes()  # the others are of the recipe
     settings = tuple(

@@ -171,9 +171,8 @@ def drop_path(module: nn.Module, rate: float) -> Iterator[None]:
 
     It acts on the modules that timm calls drop_path. They are not replaced, so hooks on them stay.
     """
-    named = (owner.named_children() for owner in module.modules())
-    branches = ([child for name, child in children if name.startswith("drop_path")] for children in named)
-    owners = [children for children in branches if children]
+    named = ([c for name, c in owner.named_children() if name.startswith("drop_path")] for owner in module.modules())
+    owners = [children for children in named if children]
     with ExitStack() as stack:
         for depth, children in enumerate(owners):
             share = rate * depth / max(1, len(owners) - 1)

@@ -40,11 +40,10 @@ def fast_options(context: Context, options: FastTraining, epochs: int, images: i
     most, pairs = min(options.batch_size or context.train.batch_size, images), 2 * context.runtime.world_size
     parts = max(1, min(context.train.accumulate, most // pairs))
     batch = max(1, most // (pairs * parts)) * pairs * parts
-    lr = options.lr or 5e-5 * batch / 512
-    fast = {"batch_size": batch, "accumulate": parts, "schedule": "cosine"}
-    adamw = {"optimizer": "adamw", "betas": None, "decay_all": False, "weight_decay": options.weight_decay}
-    changes = {**fast, **adamw, "augmentation": replace(context.train.augmentation, repeats=0)}
-    return search_options(context.train, epochs, lr, options.min_lr, **changes)
+    lr, views = options.lr or 5e-5 * batch / 512, replace(context.train.augmentation, repeats=0)
+    fast = {"batch_size": batch, "accumulate": parts, "augmentation": views, "weight_decay": options.weight_decay}
+    adamw = {"optimizer": "adamw", "betas": None, "schedule": "cosine", "decay_all": False}
+    return search_options(context.train, epochs, lr, options.min_lr, **fast, **adamw)
 
 
 def fine_tune(model: nn.Module, context: Context, options: CollectionOptions, name: str, label: str) -> None:
