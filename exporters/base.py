@@ -181,11 +181,10 @@ class Exporter:
             return
         attention, (qk, v) = next(iter(unequal.items()))
         others = f" (as in {len(unequal)} attentions)" if len(unequal) > 1 else ""
-        raise InputError(
-            f"each head of {attention} has {qk} channels in q and k and {v} in v{others}; opset 23 exports one "
-            f"Attention node, for which {self.name} supports equal widths only",
-            hint="omit the opset, or use --opset 20 (22 for bf16), which decomposes attention and supports any width",
-        )
+        widths = f"each head of {attention} has {qk} channels in q and k and {v} in v{others}"
+        limit = f"opset 23 exports one Attention node, for which {self.name} supports equal widths only"
+        hint = "omit the opset, or use --opset 20 (22 for bf16), which decomposes attention and supports any width"
+        raise InputError(f"{widths}; {limit}", hint=hint)
 
 
 def write_with_data(path: Path, write: Callable[[Path], None], stale: Iterable[Path] = ()) -> tuple[str, ...]:

@@ -122,11 +122,9 @@ def _narrow(model: nn.Module, dtype: torch.dtype, wide: Sequence[str]) -> None:
                 largest, tensor.data = float(tensor.detach().abs().max()), tensor.data.to(dtype)
                 if not torch.isfinite(tensor).all():
                     layers = f"--islands {name} or auto, or " if name else ""
-                    raise PrecisionError(
-                        f"{f'{name}.{key}'.lstrip('.')} has the value {largest:.6g}, the largest in half precision is "
-                        f"{torch.finfo(dtype).max:.5g}",
-                        hint=f"use {layers}--precision bf16 or fp32",
-                    )
+                    limit = f"the largest in half precision is {torch.finfo(dtype).max:.5g}"
+                    message = f"{f'{name}.{key}'.lstrip('.')} has the value {largest:.6g}, {limit}"
+                    raise PrecisionError(message, hint=f"use {layers}--precision bf16 or fp32")
 
 
 def _widen(module: nn.Module, low: torch.dtype, *, is_classifier: bool) -> None:

@@ -112,10 +112,9 @@ def find_overflows(model: nn.Module, ranges: Ranges, islands: tuple[str, ...] = 
 def describe_overflows(overflows: Mapping[str, float]) -> str:
     """The largest overflow and the number of overflows."""
     worst = max(overflows, key=lambda name: overflows[name])
-    return (
-        f"{worst or 'the model'} reaches {overflows[worst]:.6g} on these images, the largest number in half precision "
-        f"is {LARGEST:.0f} ({len(overflows)} such {'layer' if len(overflows) == 1 else 'layers'})"
-    )
+    count = f"{len(overflows)} such {'layer' if len(overflows) == 1 else 'layers'}"
+    limit = f"the largest number in half precision is {LARGEST:.0f} ({count})"
+    return f"{worst or 'the model'} reaches {overflows[worst]:.6g} on these images, {limit}"
 
 
 def check_fp16(model: nn.Module, images: Tensor, islands: tuple[str, ...] = (), *, offer_islands: bool = True) -> None:

@@ -268,9 +268,8 @@ def _attention(
         message = f"an attention of the model has {unsupported}; decomposed attention supports an additive mask or none"
         hint = "use --opset 23, which exports attention as one node, or write the mask as numbers that are added"
         raise UnsupportedModelError(message, hint=hint)
-    factor = opset20.CastLike(
-        opset20.Constant(value_float=float(query.shape[-1] ** -0.5 if scale is None else scale)), query
-    )
+    number = float(query.shape[-1] ** -0.5 if scale is None else scale)
+    factor = opset20.CastLike(opset20.Constant(value_float=number), query)
     scores = opset20.MatMul(opset20.Mul(query, factor), opset20.Transpose(key, perm=[0, 1, 3, 2]))
     if attn_mask is not None:
         scores = opset20.Add(scores, attn_mask)

@@ -176,10 +176,9 @@ def attach(provider: Provider, options: Any, settings: ProviderSettings) -> list
     numbered = ((int(device.ep_options.get("device_id", n)), device) for n, device in enumerate(devices))
     selected = [device for number, device in numbered if number == settings.index]
     if not selected:
-        raise DeviceError(
-            f"{libraries.RTX} does not support cuda:{settings.index}; it supports {len(devices)} GPUs of this machine",
-            hint="it is for GeForce and RTX (compute capability 8.6, 8.9, 12.0 and later); use CUDAExecutionProvider",
-        )
+        supported = f"it supports {len(devices)} GPUs of this machine"
+        hint = "it is for GeForce and RTX (compute capability 8.6, 8.9, 12.0 and later); use CUDAExecutionProvider"
+        raise DeviceError(f"{libraries.RTX} does not support cuda:{settings.index}; {supported}", hint=hint)
     options.add_provider_for_devices(selected, values)
     return None
 

@@ -109,10 +109,8 @@ class OnnxRunner(Runner):
         return session
 
     def _broken(self, reason: str) -> DeviceError:
-        return DeviceError(
-            f"{self._provider.name} of ONNX Runtime does not work here: {reason}",
-            hint=f"{self._provider.remedy}; `vitcompress doctor` shows what this machine has",
-        )
+        hint = f"{self._provider.remedy}; `vitcompress doctor` shows what this machine has"
+        return DeviceError(f"{self._provider.name} of ONNX Runtime does not work here: {reason}", hint=hint)
 
     def _check_assignment(self) -> list[str]:
         """Operators that the CPU runs. Raises DeviceError if they are more than the arithmetic of shapes."""
@@ -121,11 +119,9 @@ class OnnxRunner(Runner):
             return []
         own, others = providers.assigned_operators(self.session, name)
         if heavy := sorted(others & providers.HEAVY):
-            raise DeviceError(
-                f"{name} does not support {', '.join(heavy)} in this model; ONNX Runtime assigned "
-                f"{'it' if len(heavy) == 1 else 'them'} to the CPU",
-                hint="try another --opset, or another provider",
-            )
+            assigned = f"ONNX Runtime assigned {'it' if len(heavy) == 1 else 'them'} to the CPU"
+            message = f"{name} does not support {', '.join(heavy)} in this model; {assigned}"
+            raise DeviceError(message, hint="try another --opset, or another provider")
         if not own:
             raise DeviceError(f"{name} supports no part of this model", hint="use another provider")
         return sorted(others)

@@ -56,9 +56,8 @@ def read_quantization(labels: Mapping[str, Any]) -> Quantization | None:
     settings = options_of(Quantization, record, "the quantization") if isinstance(record, dict) else None
     actual = settings.precision if settings else "no"
     if actual != (stated if stated in EIGHT_BITS else "no"):
-        raise ArtifactError(
-            f"the metadata state the precision {stated}, but {actual} quantization", hint="export it again"
-        )
+        message = f"the metadata state the precision {stated}, but {actual} quantization"
+        raise ArtifactError(message, hint="export it again")
     return settings
 
 

@@ -135,10 +135,8 @@ def _parser_error(flavour: Flavour, parser: Any, log: Any) -> VitcompressError:
     place = f"the node {error.node_name()} ({operator})" if error.node_name() else "the ONNX file"
     lines = [line.strip() for line in error.desc().splitlines() if line.strip()]
     reason = next((line for line in lines if not line.startswith("Invalid Node")), "no reason reported")
-    return VitcompressError(
-        f"{flavour.title} does not support {place}: {reason}",
-        hint="--opset 20 decomposes attention and supports any width" if operator == "Attention" else None,
-    )
+    hint = "--opset 20 decomposes attention and supports any width" if operator == "Attention" else None
+    return VitcompressError(f"{flavour.title} does not support {place}: {reason}", hint=hint)
 
 
 def _create_monitor(library: Any, title: str, progress: Progress) -> Any:

@@ -207,11 +207,9 @@ def check_options(flavour: Flavour, options: ExportOptions) -> None:
             message = f"TensorRT for RTX does not support compute capability {target}"
             raise InputError(message, hint=f"use some of --sm {listed}")
     if (options.opset or 0) >= ATTENTION_NODE_FROM and precision not in HALF:
-        raise InputError(
-            f"opset {options.opset} exports attention as one Attention node, which TensorRT for RTX supports in half "
-            f"precision only, but the precision is {precision}",
-            hint="use --precision fp16, or omit the opset",
-        )
+        limit = f"which TensorRT for RTX supports in half precision only, but the precision is {precision}"
+        message = f"opset {options.opset} exports attention as one Attention node, {limit}"
+        raise InputError(message, hint="use --precision fp16, or omit the opset")
     if TURING in options.sm and precision != "fp16":
         message = f"on Turing (compute capability {TURING}) TensorRT for RTX supports fp16 only, not {precision}"
         raise InputError(message, hint=f"use --precision fp16, or omit {TURING} from --sm")
@@ -228,11 +226,9 @@ def choose_targets(flavour: Flavour, options: ExportOptions) -> tuple[int, ...]:
     if here is None:
         raise DeviceError(f"{NO_GPU}{hardware.cuda_reason()}", hint="run the same command on the target")
     if others := [target for target in options.sm if target != here]:
-        raise InputError(
-            f"TensorRT builds for the GPU that it builds on (compute capability {here}), but --sm has "
-            f"{', '.join(map(str, others))}",
-            hint="run the same command on such a GPU, or use --format trt-rtx for GeForce and RTX",
-        )
+        message = f"TensorRT builds for the GPU that it builds on (compute capability {here})"
+        hint = "run the same command on such a GPU, or use --format trt-rtx for GeForce and RTX"
+        raise InputError(f"{message}, but --sm has {', '.join(map(str, others))}", hint=hint)
     return (here,)
 
 

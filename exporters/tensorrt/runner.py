@@ -111,11 +111,9 @@ def read_trusted_sidecar(path: Path, *, trust: bool) -> dict[str, Any]:
         return read_sidecar(path)
     if trust:
         return {}
-    raise ArtifactError(
-        f"{path} is not trusted, because {sidecar_path(path).name} does not match it: {wrong[0]}; an engine can run "
-        "any code that its author chose",
-        hint="export it again, or pass --trust if you trust its source",
-    )
+    problem = f"{path} is not trusted, because {sidecar_path(path).name} does not match it: {wrong[0]}"
+    message = f"{problem}; an engine can run any code that its author chose"
+    raise ArtifactError(message, hint="export it again, or pass --trust if you trust its source")
 
 
 def _choose_flavour(path: Path, sidecar: dict[str, Any]) -> Flavour:

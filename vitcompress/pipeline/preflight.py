@@ -82,11 +82,10 @@ def check_exports(job: Job) -> None:
         exporter.check_model(job.pruned, options)
         for step in job.steps if exporter.equal_widths(options) and not job.options.structure_only else ():
             if step.info.equal_widths:
-                raise InputError(
-                    f"step {step.number + 1}, {step.method.name}, may give q and k another width than v; opset "
-                    f"{table.opset} makes one Attention node of them, for which {exporter.name} needs equal widths",
-                    hint=f"leave export.opset out, or --set step.{step.number}.{step.info.equal_widths}",
-                )
+                widths = f"step {step.number + 1}, {step.method.name}, may give q and k another width than v"
+                node = f"opset {table.opset} makes one Attention node of them"
+                hint = f"leave export.opset out, or --set step.{step.number}.{step.info.equal_widths}"
+                raise InputError(f"{widths}; {node}, for which {exporter.name} needs equal widths", hint=hint)
 
 
 def check_training(job: Job) -> None:
@@ -104,11 +103,9 @@ def check_training(job: Job) -> None:
         message = "data.heldout is 0, but the layers are chosen by accuracy on held-out images"
         raise InputError(message, hint="set data.heldout to 0.01 or more")
     if job.steps[-1].method.dilute and finetune.select == "best":
-        raise InputError(
-            f"finetune.select is 'best', but {job.steps[-1].method.name} fades the layers out during the fine-tuning: "
-            "the best epoch may be one that still has them",
-            hint="set finetune.select = 'last'",
-        )
+        reason = f"{job.steps[-1].method.name} fades the layers out during the fine-tuning"
+        message = f"finetune.select is 'best', but {reason}: the best epoch may be one that still has them"
+        raise InputError(message, hint="set finetune.select = 'last'")
 
 
 def check_room(job: Job) -> None:

@@ -100,9 +100,8 @@ class Comparison:
         low, high = (f"{100 * end:.1f}" for end in wilson(self.flips, self.images))
         text = f"agrees with the model: {self.images - self.unexplained:,} of {self.images:,} images"
         near = f"{self.flips - self.unexplained} of them near ties, which rounding explains"
-        return (
-            f"{text} ({self.flips} in another class, 95 % interval {low} to {high} %; {near})" if self.flips else text
-        )
+        counts = f"{self.flips} in another class, 95 % interval {low} to {high} %; {near}"
+        return f"{text} ({counts})" if self.flips else text
 
 
 def compare(expected: Tensor, outputs: Tensor, limit: float, image: Tensor | None = None) -> Comparison:

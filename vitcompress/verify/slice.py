@@ -69,10 +69,9 @@ def slice_check(model: nn.Module, delta: Plan, images: Tensor, name: str = "slic
         before = masked(images.double())
         with mask_channels(masked, family_of(masked), _masks(masked, delta)):
             expected = masked(images.double())
-    detail = (
-        f"largest difference of the logits of masked and sliced, float64, {len(delta.kept)} spaces; the masks alone"
-    )
-    detail += f" change them by {largest_difference(before, expected):.1e}" + (f"; omitted: {note}" if note else "")
+    alone = f"the masks alone change them by {largest_difference(before, expected):.1e}"
+    alone += f"; omitted: {note}" if note else ""
+    detail = f"largest difference of the logits of masked and sliced, float64, {len(delta.kept)} spaces; {alone}"
     return limit_check(name, largest_difference(truth.exact, expected), truth.exact_between, detail)
 
 
