@@ -131,9 +131,7 @@ class Samples:
     def latency_ms(self) -> LatencyRecord:
         """Mean, extremes and percentiles; a percentile needs ten samples above it: p90 100 runs, p99 1000 runs."""
         runs = self.runs_ms
-        p90, p99 = (
-            float(np.quantile(runs, share)) if len(runs) * (1 - share) >= TAIL - 1e-9 else None for share in (0.9, 0.99)
-        )
+        p90, p99 = (float(np.quantile(runs, q)) if len(runs) * (1 - q) >= TAIL - 1e-9 else None for q in (0.9, 0.99))
         mean, p50 = float(runs.mean()), float(np.quantile(runs, 0.5))
         return {"mean": mean, "min": float(runs.min()), "p50": p50, "p90": p90, "p99": p99, "max": float(runs.max())}
 

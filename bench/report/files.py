@@ -27,17 +27,13 @@ def _match_entry(
     own = {row["artifact"]: _own_name(row["artifact"], names[row["sha256"] or ""]) for row in rows}
     artifacts = sorted({row["artifact"] for row in entry["rows"]}, key=len, reverse=True)
     named_in = re.compile(rf"(?<![\w./-])({'|'.join(map(re.escape, artifacts))})(?!\.?[\w/-])")
-    texts = {
-        key: [
-            named_in.sub(lambda name: own[name[1]], text)
-            for text in cast(Sequence[str], entry.get(key, ()))
-            if own.keys() >= set(named_in.findall(text))
-        ]
-        for key in ("warnings", "notes", "disturbed")
-    }
-    ratios = [
-        {**r, "a": own[r["a"]], "b": own[r["b"]]} for r in entry.get("ratios", ()) if {r["a"], r["b"]} <= own.keys()
-    ]
+    texts = dict[str, list[str]]()
+    for key in ("warnings", "notes", "disturbed"):
+        known = cast(Sequence[str], entry.get(key, ()))
+        about_own = (text for text in known if own.keys() >= set(named_in.findall(text)))
+        texts[key] = [named_in.sub(lambda name: own[name[1]], text) for text in about_own]
+    of_own = (ratio for ratio in entry.get("ratios", ()) if {ratio["a"], ratio["b"]} <= own.keys())
+    ratios = [{**ratio, "a": own[ratio["a"]], "b": own[ratio["b"]]} for ratio in of_own]
     kept = {key: value for key, value in entry.items() if key != "ratio"}
     only = {"ratio": ratios[0]} if len(ratios) == 1 else {}
     named = [{**row, "artifact": own[row["artifact"]]} for row in rows]

@@ -151,12 +151,9 @@ def _speed_rows(entry: records.BenchRecord) -> Iterator[Row]:
 def cost_table(report: records.Report) -> Table:
     """Exact counts, MACs in both conventions."""
     dense, compressed = report["cost"]["dense"], report["cost"]["compressed"]
-    counts = (
-        ("parameters", dense["params"], compressed["params"]),
-        ("MACs", dense["macs"], compressed["macs"]),
-        ("MACs without attention products", dense["macs_linear"], compressed["macs_linear"]),
-    )
-    rows = [(name, f"{before:,}", f"{after:,}", text.format_change(before, after)) for name, before, after in counts]
+    keys = {"parameters": "params", "MACs": "macs", "MACs without attention products": "macs_linear"}
+    counts = {name: (dense[key], compressed[key]) for name, key in keys.items()}
+    rows = [(name, *(f"{count:,}" for count in pair), text.format_change(*pair)) for name, pair in counts.items()]
     return Table("Cost", ("", "dense", "compressed", "change"), tuple(rows))
 
 
@@ -215,11 +212,8 @@ def check_table(checks: Iterable[records.CheckRecord], detail: str | Callable[[A
 
 def markdown(report: records.Report) -> str:
     """The report as one page."""
-    parts = [
-        f"# {escape_markdown(report['recipe'])}",
-        escape_markdown(report.get("summary") or ""),
-        summary_table(report).markdown(),
-    ]
+    title, summary = escape_markdown(report["recipe"]), escape_markdown(report.get("summary") or "")
+    parts = [f"# {title}", summary, summary_table(report).markdown()]
     parts += [*_removed(report), "## Cost", cost_table(report).markdown()]
     if entries := report.get("bench"):
         parts += ["## Speed", bench_table(entries).markdown(), *_conditions(entries)]
@@ -269,12 +263,8 @@ def _removed(report: records.Report) -> list[str]:
     if start := report.get("before_recovery"):
         pruned, dense = files.format_accuracy(start["pruned"]), files.format_accuracy(start["dense"])
         sentences.append(f"Directly after pruning, on held-out images: {pruned}; dense: {dense}.")
-    return [
-        "## What was removed",
-        _bullets(lines) or "nothing",
-        _table(widths) if widths else "",
-        escape_markdown(" ".join(sentences)),
-    ]
+    removed, table = _bullets(lines) or "nothing", _table(widths) if widths else ""
+    return ["## What was removed", removed, table, escape_markdown(" ".join(sentences))]
 
 
 def _conditions(entries: Sequence[records.BenchRecord]) -> list[str]:

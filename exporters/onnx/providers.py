@@ -93,44 +93,42 @@ def _profile(prefix: str, settings: ProviderSettings) -> dict[str, str]:
     return {f"{prefix}_profile_{kind}_shapes": shape for kind, shape in zip(kinds, settings.profile, strict=False)}
 
 
-PROVIDERS = {
-    provider.name: provider
-    for provider in (
-        Provider(CPU, "cpu", "pip install onnxruntime"),
-        Provider(
-            CUDA,
-            "cuda",
-            "pip install 'vitcompress[cuda]'",
-            ("onnxruntime-gpu", "nvidia-cuda-runtime", "nvidia-cublas", "nvidia-curand", "nvidia-cudnn-cu13"),
-            tf32="request",
-            graph_number="gpu_graph_id",
-            load=libraries.load_cuda,
-            options=lambda s: {"device_id": str(s.index), "use_tf32": str(int(s.tf32)), **_stream_options(s)},
-        ),
-        Provider(
-            TENSORRT,
-            "cuda",
-            "pip install 'vitcompress[cuda]' 'tensorrt<11'",  # for libnvinfer.so.10; `tensorrt` pins tensorrt-cu13
-            ("onnxruntime-gpu", "tensorrt-cu13", "tensorrt"),
-            tf32="always",
-            builds=True,
-            load=libraries.load_tensorrt,
-            options=_tensorrt_options,
-        ),
-        Provider(
-            libraries.RTX,
-            "cuda",
-            "pip install onnxruntime-ep-nv-tensorrt-rtx",
-            ("onnxruntime-gpu", "onnxruntime", "onnxruntime-ep-nv-tensorrt-rtx", "onnxruntime-ep-nv-tensorrt-rtx-cu13"),
-            tf32="always",
-            graph_number="cuda_graph_annotation_id",
-            builds=True,
-            load=libraries.load_rtx,
-            options=_rtx_options,
-        ),
-        Provider(COREML, "mps", "pip install onnxruntime, on macOS"),
-    )
-}
+_ALL = (
+    Provider(CPU, "cpu", "pip install onnxruntime"),
+    Provider(
+        CUDA,
+        "cuda",
+        "pip install 'vitcompress[cuda]'",
+        ("onnxruntime-gpu", "nvidia-cuda-runtime", "nvidia-cublas", "nvidia-curand", "nvidia-cudnn-cu13"),
+        tf32="request",
+        graph_number="gpu_graph_id",
+        load=libraries.load_cuda,
+        options=lambda s: {"device_id": str(s.index), "use_tf32": str(int(s.tf32)), **_stream_options(s)},
+    ),
+    Provider(
+        TENSORRT,
+        "cuda",
+        "pip install 'vitcompress[cuda]' 'tensorrt<11'",  # for libnvinfer.so.10; `tensorrt` pins tensorrt-cu13
+        ("onnxruntime-gpu", "tensorrt-cu13", "tensorrt"),
+        tf32="always",
+        builds=True,
+        load=libraries.load_tensorrt,
+        options=_tensorrt_options,
+    ),
+    Provider(
+        libraries.RTX,
+        "cuda",
+        "pip install onnxruntime-ep-nv-tensorrt-rtx",
+        ("onnxruntime-gpu", "onnxruntime", "onnxruntime-ep-nv-tensorrt-rtx", "onnxruntime-ep-nv-tensorrt-rtx-cu13"),
+        tf32="always",
+        graph_number="cuda_graph_annotation_id",
+        builds=True,
+        load=libraries.load_rtx,
+        options=_rtx_options,
+    ),
+    Provider(COREML, "mps", "pip install onnxruntime, on macOS"),
+)
+PROVIDERS = {provider.name: provider for provider in _ALL}
 DEFAULTS = {"cpu": CPU, "cuda": CUDA, "mps": COREML}  # device -> its provider if none is named
 
 

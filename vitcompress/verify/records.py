@@ -67,10 +67,8 @@ def _report_problems(files: RunFolder, report: Any) -> Iterator[str]:
         if record != stored[name]:
             yield f"accuracy.{name} is not that of {files.accuracy.name}"
         if other := {"mcnemar": "dense", "control_mcnemar": "control"}.get(name):
-            ours: dict[str, object] = {
-                "only_a": len(wrong["compressed"] - wrong[other]),
-                "only_b": len(wrong[other] - wrong["compressed"]),
-            }
+            a, b = wrong[other], wrong["compressed"]
+            ours: dict[str, object] = {"only_a": len(b - a), "only_b": len(a - b)}
         else:
             count, total = record["total"] - len(wrong[name]), record["total"]
             ours = {"correct": count, "top1": count / total, "top1_ci95": [*wilson(count, total)]}

@@ -205,18 +205,9 @@ def weight_table(
     rows: Iterable[PlannedTensor], model: nn.Module, files: Mapping[str, FileTensors]
 ) -> dict[str, object]:
     """The record `weights` of verify.json: each tensor that the plan changed, in every file, and the bytes of files."""
-    shapes = shapes_of(model.state_dict())
-    tensors = [
-        {
-            **asdict(row),
-            "torch": shapes.get(row.name),
-            "files": {
-                name: {"tensor": stored.name, "shape": stored.shape, "bytes": stored.size}
-                for name, file in files.items()
-                if (stored := file.matches.get(row.name))
-            },
-        }
-        for row in rows
-        if row.change != "kept"
-    ]
+    shapes, tensors = shapes_of(model.state_dict()), list[dict[str, object]]()
+    for row in (row for row in rows if row.change != "kept"):
+        matches = {name: file.matches[row.name] for name, file in files.items() if row.name in file.matches}
+        stored = {name: {"tensor": own.name, "shape": own.shape, "bytes": own.size} for name, own in matches.items()}
+        tensors.append({**asdict(row), "torch": shapes.get(row.name), "files": stored})
     return {"tensors": tensors, "files": [file.bytes_of(name, model) for name, file in files.items()]}

@@ -18,6 +18,7 @@ from vitcompress.pipeline.study.run import StudyDryRun
 
 MOST_WARNINGS = 5  # that `bench` prints without --notes
 ON_TARGET = "on the target"
+SIZES = {"parameters": "{params:,}", "MACs": "{macs:,}"}  # columns
 
 
 def print_checks(checks: Iterable[CheckRecord]) -> None:
@@ -70,12 +71,7 @@ def print_dry_run(plan: DryRun) -> None:
         "images per epoch": lambda work: "?" * (work.epochs is not None) if work.images is None else f"{work.images:,}",
     }
     print_table(Table.of("Stages", stages, plan.stages))
-    cost = {
-        "model": "{model}",
-        "parameters": "{params:,}",
-        "MACs": "{macs:,}",
-        "MACs without attention products": "{macs_linear:,}",
-    }
+    cost = {"model": "{model}", **SIZES, "MACs without attention products": "{macs_linear:,}"}
     records = ({"model": name, **vars(count)} for name, count in plan.cost.items())
     values: Columns = {"source": lambda row: row[0], "dense model": lambda row: row[1]}
     print_table(Table.of("", values, list_by_source(plan.settings).items()), wrap=True)
@@ -89,8 +85,7 @@ def print_study_dry_run(plan: StudyDryRun) -> None:
     columns: Columns = {
         **{name: f"{{{name}}}" for name in ("row", "title", "epochs")},
         "of these fine-tuning": "{recovery}",
-        "parameters": "{params:,}",
-        "MACs": "{macs:,}",
+        **SIZES,
         "MACs ratio": "{macs_ratio:.3f}",
     }
     print_table(Table.of(f"{plan.study}: {plan.runs} runs in {plan.folder} (dry run)", columns, plan.rows))

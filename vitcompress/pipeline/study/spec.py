@@ -159,12 +159,9 @@ def _contradictions(tables: _Tables) -> list[str]:
     """Mistakes that involve several tables."""
     names, curves = [row.name for row in tables.row], {row.curve for row in tables.row}
     problems = [f"row {name}: there are two of this name" for name in dict.fromkeys(names) if names.count(name) > 1]
-    problems += [
-        f"row {row.name}.against   got {curve!r}, expected the curve of a row{did_you_mean(curve, curves)}"
-        for row in tables.row
-        for curve in row.against
-        if curve not in curves
-    ]
+    for name, curve in ((row.name, curve) for row in tables.row for curve in row.against if curve not in curves):
+        close = did_you_mean(curve, curves)
+        problems.append(f"row {name}.against   got {curve!r}, expected the curve of a row{close}")
     finetune = tables.base.get("finetune")
     places = ["base.finetune.epochs"] if isinstance(finetune, dict) and "epochs" in finetune else []
     places += [f"row {row.name}.set" for row in tables.row if "finetune.epochs" in " ".join(row.set)]
