@@ -132,8 +132,7 @@ def onnx_problem(device: str | None = None, *, provider: str | None = None) -> s
             with closing(OnnxRunner(path, RunnerOptions(device, provider))) as runner:
                 runner(torch.ones(1, 1, 1, 1))
         except VitcompressError as error:
-            text = f"{error.message}; {error.hint}" if error.hint else error.message
-            return text.replace(str(path), "a model").removeprefix(f"{provider} is not available: ")
+            return error.sentence().replace(str(path), "a model").removeprefix(f"{provider} is not available: ")
         except Exception as error:  # noqa: BLE001 - ONNX Runtime's exceptions have no other common base class
             return f"it opens a model and cannot run it: {error_text(error)}"
     return None

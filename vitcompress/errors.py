@@ -34,6 +34,10 @@ class VitcompressError(Exception):
         if self.hint:
             self.add_note(self.hint)
 
+    def sentence(self, separator: str = "; ") -> str:
+        """The message and, if there is one, the hint in one line."""
+        return f"{self.message}{separator}{self.hint}" if self.hint else self.message
+
 
 class CheckFailedError(VitcompressError):
     """The work was done, but a check or a limit failed."""

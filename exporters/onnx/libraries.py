@@ -49,7 +49,7 @@ def unavailable() -> str | None:
     try:
         load_onnxruntime()
     except DeviceError as error:
-        return f"{error.message}; {error.hint}"
+        return error.sentence()
     return None
 
 

@@ -66,7 +66,7 @@ class Flavour:
             if kind is not None:
                 self.create(kind, create_log(library))
         except InputError as error:
-            return f"{error.message}; {error.hint}"
+            return error.sentence()
         return None
 
 

@@ -268,7 +268,7 @@ def report(folders: tuple[str, ...], plot: Path | None, max_drop: float | None, 
             except MissingExtraError as error:
                 if plot:
                     raise
-                progress.note(f"no plot: {error.message}: {error.hint}")
+                progress.note(f"no plot: {error.sentence(': ')}")
         if pictures:
             from vitcompress.bench.plots.run import draw
 

@@ -10,7 +10,7 @@ import torch
 
 from vitcompress import surgery
 from vitcompress.bench import timing
-from vitcompress.errors import InputError, VitcompressError
+from vitcompress.errors import InputError
 from vitcompress.io.progress import SILENT, Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.arguments import allowed_arguments
@@ -83,7 +83,7 @@ def dry_run_recipe(recipe: Recipe, options: RunOptions, *, check: bool = False) 
         try:
             data = open_data(recipe.data, recipe.run.seed)
         except InputError as error:
-            unopened = [_sentence(error)]
+            unopened = [error.sentence(": ")]
     device = torch.device("cpu")
     with suppress(InputError):  # reported by `_checks`
         device = distributed.check_device(recipe.run.device, recipe.run.amp)
@@ -110,7 +110,7 @@ def _check_dense(job: Job, plan: DryRun) -> DryRun:
         return replace(plan, notes=[*plan.notes, f"there is nothing to check yet: {reason}"])
     accuracy = preview_dense(job)
     notes, problem = examine_dense(job, accuracy)
-    failed = _sentence(problem) if problem else None
+    failed = problem.sentence(": ") if problem else None
     return replace(plan, notes=[*plan.notes, *notes], dense=accuracy.to_dict(), failed=failed)
 
 
@@ -153,12 +153,8 @@ def _list_problems(checks: Iterable[Callable[[], object]]) -> list[str]:
         try:
             check()
         except InputError as error:
-            problems.append(_sentence(error))
+            problems.append(error.sentence(": "))
     return list(dict.fromkeys(problems))  # several checks open an exporter
-
-
-def _sentence(error: VitcompressError) -> str:
-    return f"{error.message}: {error.hint}" if error.hint else error.message
 
 
 def _checks(job: Job, done: bool, unopened: bool) -> Iterator[Callable[[], object]]:

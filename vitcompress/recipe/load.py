@@ -120,7 +120,7 @@ def _step(data: dict[str, object], prefix: str, problems: list[str]) -> Step | N
     try:
         kind = find_options(str(name))
     except InputError as error:
-        problems.append(f"{prefix}method   {error.message}: {error.hint}")
+        problems.append(f"{prefix}method   {error.sentence(': ')}")
         return None
     options = validate_options(kind, data, prefix, problems)
     return None if options is None else Step(str(name), options)

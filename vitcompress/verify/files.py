@@ -41,7 +41,7 @@ def check_file(path: Path, original: PlannedOriginal) -> tuple[list[Check], File
             tensors = compare_contents(contents, original)
             checks.append(tensors.check(name))
     except MissingExtraError as error:
-        checks.append(original.not_run(name, path, f"{error.message}; {error.hint}"))
+        checks.append(original.not_run(name, path, error.sentence()))
     except InputError as error:
         checks.append(Check(name, "failed", detail=error.message))
     if path.suffix in ENGINES:

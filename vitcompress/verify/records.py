@@ -24,7 +24,7 @@ def manifest_checks(files: RunFolder, *, adopt: bool = False) -> Iterator[Check]
         manifest, changes = read_manifest(files.path), find_changes(files.path)
         report = read_json(files.report) if manifest is None and files.report.is_file() else None
     except ArtifactError as error:
-        yield Check(CHECK, "failed", detail=f"{error.message}; {error.hint}")
+        yield Check(CHECK, "failed", detail=error.sentence())
         return
     for name, problem in changes.items():
         yield Check(f"{CHECK}.{name}", "failed", detail=problem)

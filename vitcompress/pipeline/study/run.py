@@ -96,7 +96,7 @@ def run_study(study: Study, options: StudyOptions, progress: Progress = SILENT) 
     try:
         draw(result, folder / "pictures")
     except MissingExtraError as error:
-        progress.note(f"no plots: {error.message}: {error.hint}")
+        progress.note(f"no plots: {error.sentence(': ')}")
     return result
 
 
