@@ -27,7 +27,7 @@ KINDS = ("norm", "softmax", "head", "ffn")
 SOFTMAX = ".softmax"
 
 
-def convert_precision(model: nn.Module, precision: str = "fp32", islands: Sequence[str] = ()) -> nn.Module:
+def convert_precision(model: nn.Module, precision: str, islands: Sequence[str] = ()) -> nn.Module:
     """A copy of `model` on the CPU in eval mode that stores and computes in `precision` (fp32, tf32, fp16, bf16).
 
     Its inputs and outputs are float32 in every precision. Raises InputError for an fp32 layer that the model does not

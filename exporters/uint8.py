@@ -23,7 +23,7 @@ LARGEST = 255
 
 
 def build_deployed(
-    model: nn.Module, input: InputConfig, precision: str = "fp32", islands: tuple[str, ...] = (), *, uint8: bool = False
+    model: nn.Module, input: InputConfig, precision: str = "fp32", islands: tuple[str, ...] = (), *, uint8: bool
 ) -> nn.Module:
     """The module that is exported: `model` in `precision`. Raises like `convert_precision`.
 
@@ -51,7 +51,7 @@ def can_fold_normalization(model: nn.Module) -> bool:
     return isinstance(stem, nn.Conv2d) and stem.padding in ((0, 0), 0, "valid")
 
 
-def fold_normalization(model: nn.Module, input: InputConfig, scale: int = 1) -> nn.Module:
+def fold_normalization(model: nn.Module, input: InputConfig, scale: int) -> nn.Module:
     """A copy of `model` whose first convolution takes x / scale, with x from 0 to 255, instead of normalized images."""
     copy = deepcopy(model)
     stem = copy.get_submodule(family_of(copy).stem)

@@ -54,8 +54,8 @@ def open_changed(
     return call
 
 
-def open_session(path: Path, model: Any, *, optimize: bool = False) -> Any:
-    """A session of `model`, whose weights may be in files beside `path`, by default without any optimization."""
+def open_session(path: Path, model: Any, *, optimize: bool) -> Any:
+    """A session of `model`, whose weights may be in files beside `path`. optimize: with all optimizations."""
     ort = load_onnxruntime()
     options = ort.SessionOptions()
     options.log_severity_level = 4

@@ -83,7 +83,7 @@ def options_of(kind: type[Any], values: Mapping[str, object], what: str) -> Any:
     return options
 
 
-def describe_errors(error: ValidationError, root: type[BaseModel], prefix: str = "") -> list[str]:
+def describe_errors(error: ValidationError, root: type[BaseModel], prefix: str) -> list[str]:
     """One line per problem, `place   what is wrong`, in the order of the file.
 
     prefix: replaces the first part of every place (`step.0.`, if the data was nested in another table to validate it).
