@@ -99,11 +99,9 @@ def run(artifacts: Sequence[str], options: EvaluateOptions | None = None, progre
         runners = [_open(artifact, classes, options, stack) for artifact in artifacts]  # all, before any work
         results = [_evaluate(*one, images, options, progress) for one in zip(runners, benches, strict=True)]
     (first, reference), rows = results[0], [row for row, _ in results]
-    tests = [
-        cast(ComparisonTest, {"a": first["artifact"], "b": row["artifact"], **mcnemar(reference, mask)})
-        for row, mask in results[1:]
-    ]
-    return {"images": len(images), "classes": len(classes), "rows": rows, "mcnemar": tests}
+    tests = [{"a": first["artifact"], "b": row["artifact"], **mcnemar(reference, mask)} for row, mask in results[1:]]
+    compared = cast(list[ComparisonTest], tests)
+    return {"images": len(images), "classes": len(classes), "rows": rows, "mcnemar": compared}
 
 
 def select_data(artifacts: Sequence[str], options: EvaluateOptions) -> DataOptions:

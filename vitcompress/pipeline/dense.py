@@ -179,18 +179,14 @@ def examine_dense(job: Job, accuracy: Accuracy) -> tuple[list[str], CheckFailedE
     scale = f"mean {describe_value(job.input.mean)} and standard deviation {describe_value(job.input.std)}"
     notes = [f"dense model: {top1}"]
     if job.recipe.model.weights not in ("random", "train") and guessed(accuracy.correct, images.labels):
-        notes.append(
-            "The dense model is no better than guessing, and every step depends on it. Was it trained on these classes "
-            f"in this order ({classes}), on images of {scale}?"
-        )
+        question = f"Was it trained on these classes in this order ({classes}), on images of {scale}?"
+        notes.append(f"The dense model is no better than guessing, and every step depends on it. {question}")
     if expect is None or high >= expect:
         return notes, None
     arguments = (f"{key} {value}" for key, value in job.base.arch_args.items() if not isinstance(value, dict))
-    return notes, CheckFailedError(
-        f"the dense model is worse than expected: {top1}, expected {expect:g} %",
-        hint=f"likely causes: the preprocessing ({scale}), the order of the classes ({classes}), or the arguments of "
-        f"the model ({', '.join(arguments)}); correct them, and start over with --fresh",
-    )
+    causes = f"the preprocessing ({scale}), the order of the classes ({classes}), or the arguments of the model"
+    hint = f"likely causes: {causes} ({', '.join(arguments)}); correct them, and start over with --fresh"
+    return notes, CheckFailedError(f"the dense model is worse than expected: {top1}, expected {expect:g} %", hint=hint)
 
 
 def is_downloaded(job: Job) -> bool:
@@ -230,12 +226,10 @@ def _load_teacher(job: Job) -> nn.Module | None:
     try:
         return create_named(name, job.recipe.finetune.teacher_weights or "hub", job.classes)
     except InputError as error:
-        raise WeightsError(
-            f"teacher {name}: {error.message}",
-            hint="give its weights with --set finetune.teacher_weights=FILE (.safetensors or .pth, for the same "
-            f"classes), and what they do not show with its name, as in teacher = '{arch}?num_heads=4', or use "
-            "--set finetune.teacher=dense",
-        ) from None
+        weights = "its weights with --set finetune.teacher_weights=FILE (.safetensors or .pth, for the same classes)"
+        arguments = f"what they do not show with its name, as in teacher = '{arch}?num_heads=4'"
+        hint = f"give {weights}, and {arguments}, or use --set finetune.teacher=dense"
+        raise WeightsError(f"teacher {name}: {error.message}", hint=hint) from None
 
 
 def check_teacher(job: Job, *, download: bool = True) -> None:
@@ -265,8 +259,7 @@ def check_teacher(job: Job, *, download: bool = True) -> None:
 def _check_classes(job: Job, classes: int | None) -> None:
     """Raise InputError if a teacher has another number of classes; None is unknown."""
     if classes not in (None, job.classes):
-        raise InputError(
-            f"the teacher {job.recipe.finetune.teacher} has {classes} classes, the student {job.classes}",
-            hint="use a teacher for the same classes: a run folder, finetune.teacher_weights = FILE, or "
-            "finetune.teacher = 'dense', the model before pruning",
-        )
+        message = f"the teacher {job.recipe.finetune.teacher} has {classes} classes, the student {job.classes}"
+        dense = "finetune.teacher = 'dense', the model before pruning"
+        hint = f"use a teacher for the same classes: a run folder, finetune.teacher_weights = FILE, or {dense}"
+        raise InputError(message, hint=hint)

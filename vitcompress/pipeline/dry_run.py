@@ -175,10 +175,8 @@ def _notes(job: Job) -> Iterator[str]:
     if job.recipe.model.weights == "hub" and not has_dense(job):
         yield f"A run first downloads the weights of {job.recipe.model.name} from timm's hub; --weights PATH avoids it."
     if is_downloaded(job):
-        yield (
-            f"A run first downloads the weights of the teacher {job.recipe.finetune.teacher} from timm's hub; "
-            "--set finetune.teacher_weights=FILE avoids it."
-        )
+        teacher = f"the teacher {job.recipe.finetune.teacher} from timm's hub"
+        yield f"A run first downloads the weights of {teacher}; --set finetune.teacher_weights=FILE avoids it."
     known = "img_size" in allowed_arguments(job.resolved.arch)
     size = "img_size=N" if known else f"{OVERLAY}.input_size=[3,N,N]"
     defaults = [setting.name for setting in job.resolved.settings if DEFAULT in setting.source]

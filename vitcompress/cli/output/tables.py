@@ -105,9 +105,8 @@ def print_export(done: Mapping[str, Any]) -> None:
     columns: Columns = {"ms": lambda row: f"{row['ms']:.2f}" if row["ms"] else "", **plain}
     if done["candidates"]:
         print_table(Table.of("batch 1, the fastest first", columns, done["candidates"]), wrap=True)
-    print_text(
-        "{folder}/{path}  {format} {precision}, {bytes:,} bytes, opset {opset} ({opset_reason})".format_map(done)
-    )
+    line = "{folder}/{path}  {format} {precision}, {bytes:,} bytes, opset {opset} ({opset_reason})"
+    print_text(line.format_map(done))
     print_text(_describe_input(done["metadata"], done["build"]))
     for warning in done["build"].get("warnings", ()):
         print_line(f"note: {warning}")
