@@ -15,7 +15,7 @@ from vitcompress.exporters.runner import Runner, RunnerOptions
 from vitcompress.exporters.sidecar import DENSE, sidecar_path
 from vitcompress.exporters.tensorrt.export import TENSORRT, TENSORRT_RTX
 from vitcompress.exporters.torch_runner import TIMM, TorchRunner
-from vitcompress.io.files import file_sha256, signed_files
+from vitcompress.io.files import file_sha256, signed_files, user_path
 from vitcompress.io.plugins import find_by_name, load_plugins
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.checkpoint import load_model
@@ -67,7 +67,7 @@ def open_runner(artifact: str | Path, options: RunnerOptions | None = None, **se
     DeviceError for a device, provider or precision that this machine or this file does not have.
     """
     options = replace(options or RunnerOptions(), **settings)
-    name, path = str(artifact), Path(artifact)
+    name, path = str(artifact), user_path(artifact)
     if name.startswith(TIMM):
         return TorchRunner(create_named(name[len(TIMM) :], options.weights), options, name=name)
     opened = RunFolder(path).weights if path.is_dir() else path

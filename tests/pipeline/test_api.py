@@ -535,6 +535,32 @@ def test_a_rejected_call_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.Mo
     assert not list(tmp_path.iterdir())
 
 
+def test_paths_may_start_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shells replace ~, Python does not: functions created a folder of this name."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    dense = model()
+    plan = vc.plan(dense, "magnitude", keep_heads=0.5, folder="~/plan")
+    small = vc.prune(dense, plan)
+    vc.finetune(small, batches(), epochs=1, folder=Path("~/training"), device="cpu")
+    vc.save_model(small, "~/out")
+    file = vc.export(small, "~/out/model.onnx")
+    assert file == tmp_path / "home" / "out" / "model.onnx" and vc.verify("~/out").passed
+    assert vc.evaluate("~/out/model.onnx", batches()).total == vc.evaluate("~/out", batches()).total == 64
+    assert torch.equal(vc.load_model("~/out")(X), small(X))
+    torch.save(dense.state_dict(), tmp_path / "home" / "dense.pth")
+    loaded = vc.create_model("vit_tiny_patch16_224", weights="~/dense.pth", num_heads=2)
+    assert torch.equal(loaded(X), dense(X))
+    (tmp_path / "home" / "mine.toml").write_text(
+        'model = { name = "vit_tiny_patch16_224" }\nstep = [{ method = "fold" }]'
+    )
+    assert vc.load_recipe("~/mine.toml").name == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+    with pytest.raises(InputError, match="~nobody-of-this-name"):
+        vc.load_model("~nobody-of-this-name/out")
+
+
 def test_numbers_of_numpy_are_options() -> None:
     plan = vc.plan(model(), "magnitude", keep_heads=np.float64(0.5))
     assert plan == vc.plan(model(), "magnitude", keep_heads=0.5)

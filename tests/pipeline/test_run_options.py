@@ -39,6 +39,30 @@ def test_the_path_of_a_data_folder_is_recorded_from_the_root(tmp_path: Path, mon
     assert apply_options(recipe, RunOptions()).data.path == str(tmp_path.resolve() / "mine")
 
 
+def test_all_files_of_a_recipe_are_recorded_from_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a run can be continued with the recipe in its folder, from any folder."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "teacher").mkdir()
+    texts = ("model.weights=dense.pth", "model.class_names=~/names.txt", "finetune.teacher=teacher")
+    texts = (*texts, "data.source=imagefolder", "data.path=~nobody-of-this-name/mine")
+    recipe = apply_options(load_recipe("digits_hetdpt", [*texts, "dense="]), RunOptions(out=Path("~/run")))
+    assert recipe.model.weights == str(tmp_path / "dense.pth")
+    assert recipe.model.class_names == str(tmp_path / "home" / "names.txt")
+    assert recipe.finetune.teacher == str(tmp_path / "teacher")
+    assert recipe.data.path == str(tmp_path.resolve() / "~nobody-of-this-name" / "mine")
+    assert RunOptions(out=Path("~/run")).folder(recipe) == (tmp_path / "home" / "run").resolve()
+    for name in ("hub", "random", "hf-hub:timm/test_vit.r160_in1k"):
+        named = (f"model.weights={name}", "dense=", f"finetune.teacher_weights={name}", "finetune.teacher=test_vit")
+        recipe = apply_options(load_recipe("digits_hetdpt", named), RunOptions())
+        assert (recipe.model.weights, recipe.finetune.teacher, recipe.finetune.teacher_weights) == (
+            name,
+            "test_vit",
+            name,
+        )
+
+
 def test_a_run_trains_where_the_caller_disables_gradients(tmp_path: Path) -> None:
     with torch.no_grad():
         result, _ = world.run(tmp_path, *world.BARE, "data.heldout=0", text=SMALL)
@@ -170,7 +194,8 @@ def test_a_dry_run_lists_everything_that_is_missing(tmp_path: Path) -> None:
     options = RunOptions(out=tmp_path / "run", data="nowhere", weights="none.pth", export=("tflite",), device="cuda:99")
     before = tree(tmp_path)
     missing = "\n".join(dry_run_recipe(recipe, options).missing)
-    for part in ("nowhere", "no weights at none.pth", "no export format 'tflite'", "cuda:99", "not a run folder"):
+    weights = f"no weights at {Path.cwd() / 'none.pth'}"
+    for part in ("nowhere", weights, "no export format 'tflite'", "cuda:99", "not a run folder"):
         assert part in missing
     only = dry_run_recipe(recipe, RunOptions(out=tmp_path / "new", structure_only=True))
     assert only.missing == [] and not [row for row in only.stages if row.epochs]

@@ -31,6 +31,11 @@ DEEPEST = 32  # levels of tables and lists; files of vitcompress have up to 8
 LARGEST_INT = 2**63 - 1
 
 
+def user_path(path: str | Path) -> Path:
+    """`path` of a user or a recipe: shells replace `~` and `~user`, Python does not. Unknown users stay as they are."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111 - Path.expanduser raises RuntimeError for an unknown user
+
+
 def write_file(path: Path, fill: Callable[[Path], object]) -> None:
     """Write atomically: `fill(temporary)` writes a file beside `path`, which then replaces `path`.
 

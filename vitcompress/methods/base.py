@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vitcompress.errors import ArtifactError, PlanError, VitcompressError
 from vitcompress.families import Family, family_of
-from vitcompress.io.files import file_sha256, find_changed_files, read_json, write_json
+from vitcompress.io.files import file_sha256, find_changed_files, read_json, user_path, write_json
 from vitcompress.io.progress import SILENT, Progress
 from vitcompress.io.tensors import save_tensors
 from vitcompress.io.text import Table
@@ -324,7 +324,7 @@ def context_for(
         input=input_config(model),
         runtime=Runtime(check_device(device, "none"), dtype=next(model.parameters()).dtype),
         seed=seed,
-        folder=Path(folder or tempfile.mkdtemp(prefix="vitcompress-")),  # last: an error above leaves none
+        folder=user_path(folder or tempfile.mkdtemp(prefix="vitcompress-")),  # last: an error above leaves none
         **{"progress": SILENT, "train": TrainOptions(), **settings},
     )
     if folder is None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vitcompress.errors import ArtifactError, InputError, PlanError, WeightsError
 from vitcompress.families import Family, family_of, prepare_model
 from vitcompress.families.edited_block import SITE_PARTS
-from vitcompress.io.files import parse_plain, read_text, write_text
+from vitcompress.io.files import parse_plain, read_text, user_path, write_text
 from vitcompress.io.manifest import check_unchanged, write_manifest
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import read_checkpoint, save_tensors
@@ -66,7 +66,7 @@ def save_model(model: nn.Module, folder: str | Path, classes: Sequence[str] | No
         InputError: the model has no plan and is not as timm builds it, see `plan_of`; or `classes` has another length.
         WeightsError: the weights do not belong to the plan, because the model was changed in another way.
     """
-    folder, plan = Path(folder), create.current_plan(model)
+    folder, plan = user_path(folder), create.current_plan(model)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ArtifactError(f"{folder} is not empty", hint="choose a new folder; this one may contain other exports")
     model = model if hasattr(model, "plan") else prepare_model(deepcopy(model))
@@ -93,7 +93,7 @@ def load_model(folder: str | Path, device: str | torch.device = "cpu") -> nn.Mod
         ArtifactError: not a run folder, or the plan or the weights are not as its manifest records.
         PlanError, WeightsError: a damaged file, or plan and weights of different runs.
     """
-    files = RunFolder(Path(folder))
+    files = RunFolder(user_path(folder))
     check_unchanged(files.path, files.plan, files.weights)
     return load_model_files(files.plan, files.weights).to(device)
 

@@ -24,12 +24,11 @@ from vitcompress.io.text import describe_value
 from vitcompress.models import create
 from vitcompress.models.arguments import Shapes, base_of, describe_shapes, read_arguments, shapes_of
 from vitcompress.models.preprocessing import NAMES, Preprocessing
-from vitcompress.models.weights import HUB, WeightFile, open_weights
+from vitcompress.models.weights import HUB, NOT_FILES, WeightFile, open_weights
 
 POSITIONS = re.compile("^pos_embed$|relative_position_bias_table$")
 # Arguments whose other values may give equal shapes -> what the rules then read otherwise.
 AMBIGUOUS = {"img_size": ("img_size", "no_embed_class"), "global_pool": ("global_pool",)}
-NOT_FILES = ("random", "hub", "train")
 DEFAULT = "timm's default"
 ASSUMED = f"assumed: {DEFAULT}, not visible in the weights"
 RECIPE, WEIGHTS = "model.args", "the weights"

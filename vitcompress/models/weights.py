@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from vitcompress.errors import WeightsError, first_line
 from vitcompress.families import prepare_model
-from vitcompress.io.files import file_sha256, read_json
+from vitcompress.io.files import file_sha256, read_json, user_path
 from vitcompress.io.tensors import ACCEPTED, LIBRARY_ERRORS, read_checkpoint
 from vitcompress.models.arguments import base_of, describe_shapes, shapes_of
 
+NOT_FILES = ("random", "hub", "train")
 HUB = "hf-hub:"  # prefix of the names of models on Hugging Face's hub
 CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
 FOLDER_FILES = ("model.safetensors", "pytorch_model.bin")  # weights in a folder of the hub
@@ -125,7 +126,7 @@ def read_source(weights: str, arch: str) -> dict[str, str]:
 
 def _locate(weights: str) -> tuple[str, Path, Path]:
     """The name of `weights`, their file or the folder of Hugging Face, and the file in it. Raises WeightsError."""
-    path = _download(weights.removeprefix(HUB)) if weights.startswith(HUB) else Path(weights)
+    path = _download(weights.removeprefix(HUB)) if weights.startswith(HUB) else user_path(weights)
     name = f"{weights.partition('@')[0]}@{path.name}" if weights.startswith(HUB) else weights  # a folder per revision
     files = [path / name for name in (*FOLDER_FILES, *SHARDED) if (path / name).is_file()]
     if path.is_dir() and not files:

@@ -26,7 +26,7 @@ from vitcompress.exporters.runner import Runner, RunnerOptions
 from vitcompress.exporters.runtimes import EXPORTERS, available_exporter, open_runner
 from vitcompress.exporters.torch_runner import TorchRunner
 from vitcompress.io.checks import Verification
-from vitcompress.io.files import convert_write_errors, read_json, write_json
+from vitcompress.io.files import convert_write_errors, read_json, user_path, write_json
 from vitcompress.io.progress import SILENT, Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import tensors_digest
@@ -183,7 +183,7 @@ def finetune(  # noqa: PLR0913 (each argument is public and has a default)
     with TemporaryDirectory(prefix="vitcompress-") as scratch, ExitStack() as stack:
         runtime = replace(distributed.start(device, amp, workers), dtype=next(model.parameters()).dtype)
         stack.callback(runtime.stop)
-        state = Path(folder or scratch)
+        state = user_path(folder or scratch)
         at = TrainingContext(create.input_config(model), runtime, state, "finetune", seed, progress or SILENT)
         heldout = None if val_data is None else open_source(val_data, runtime, model)
         source = open_source(train_data, runtime, model)
@@ -260,7 +260,7 @@ def export(
         >>> vc.export(model, tempfile.mkdtemp() + "/model.onnx").name
         'model.onnx'
     """
-    path, progress = Path(path), progress or SILENT
+    path, progress = user_path(path), progress or SILENT
     formats = [format] if format else [name for name, e in EXPORTERS.items() if e.file_suffix == path.suffix]
     if len(formats) != 1:
         message = f"the suffix of {path.name} {'fits ' + ' and '.join(formats) if formats else 'is of no format'}"
@@ -288,7 +288,7 @@ def verify(folder: str | Path, *, progress: Progress | None = None) -> Verificat
     Raises:
         ArtifactError, PlanError, WeightsError: there is no model in the folder, or a file of it is damaged.
     """
-    return verify_folder(Path(folder), progress=progress or SILENT)
+    return verify_folder(user_path(folder), progress=progress or SILENT)
 
 
 def evaluate(
@@ -310,12 +310,14 @@ def evaluate(
     names = getattr(data, "classes", None)
     if isinstance(model, nn.Module):
         check_outputs(model)
-    elif names and isinstance(names, list | tuple) and (remark := compare_classes(Path(model), [*map(str, names)])):
+    elif (
+        names and isinstance(names, list | tuple) and (remark := compare_classes(user_path(model), [*map(str, names)]))
+    ):
         warnings.warn(f"{model}: {remark}", stacklevel=2)
     with ExitStack() as stack:
         runtime = distributed.start(device, workers=workers)
         stack.callback(runtime.stop)
-        chosen = device != "auto" or isinstance(model, nn.Module) or Path(model).is_dir()
+        chosen = device != "auto" or isinstance(model, nn.Module) or user_path(model).is_dir()
         options = RunnerOptions(device=str(runtime.device) if chosen else None)  # None: where the file runs
         runner = stack.enter_context(closing(_open(model, options)))
         source = open_source(data, runtime, model, once=True)

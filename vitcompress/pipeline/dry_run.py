@@ -16,7 +16,8 @@ from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.arguments import allowed_arguments
 from vitcompress.models.cost import Cost, count_cost
 from vitcompress.models.create import OVERLAY
-from vitcompress.models.source import DEFAULT, NOT_FILES, Setting
+from vitcompress.models.source import DEFAULT, Setting
+from vitcompress.models.weights import NOT_FILES
 from vitcompress.pipeline.dense import examine_dense, has_dense, is_downloaded, preview_dense, why_unchecked
 from vitcompress.pipeline.folder import check_folder
 from vitcompress.pipeline.job import Job, RunOptions, apply_options, create_job

@@ -12,6 +12,7 @@ from vitcompress import surgery
 from vitcompress.errors import InputError, WeightsError
 from vitcompress.exporters.doctor import onnx_problem
 from vitcompress.families import Family, family_of
+from vitcompress.io.files import user_path
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.methods.base import AT_ONCE, Method, StepInfo, reject_unused
@@ -20,7 +21,7 @@ from vitcompress.models.checkpoint import read_plan
 from vitcompress.models.create import InputConfig, check_classifier, input_config
 from vitcompress.models.preprocessing import Preprocessing
 from vitcompress.models.source import FROM_RECIPE, USER, ResolvedModel, create_blank, load_class_names, resolve_model
-from vitcompress.models.weights import HUB
+from vitcompress.models.weights import HUB, NOT_FILES
 from vitcompress.pipeline.folder import dense_folder
 from vitcompress.plan import Plan
 from vitcompress.recipe.schema import Recipe
@@ -53,7 +54,7 @@ class RunOptions:
     preprocessing: Preprocessing = Preprocessing()  # noqa: RUF009 (frozen)
 
     def folder(self, recipe: Recipe) -> Path:
-        return (self.out or Path("runs") / recipe.name).resolve()
+        return user_path(self.out or f"runs/{recipe.name}").resolve()
 
     def is_done(self, files: RunFolder) -> bool:
         """Whether a run in this folder has nothing left to do."""
@@ -77,25 +78,38 @@ def apply_options(recipe: Recipe, options: RunOptions, data: Splits | None = Non
         message = "--weights train needs a [dense] table with training options, and the recipe has none"
         raise InputError(message, hint="use a checkpoint, hub or random")
     weights = options.weights or ("random" if options.structure_only and recipe.model.weights == "train" else None)
-    names = recipe.model.class_names if options.classes is None else str(options.classes.resolve())
-    model = replace(recipe.model, weights=weights or recipe.model.weights, class_names=names)
-    table = replace(recipe.data, **options.preprocessing.changes())
+    model, table = recipe.model, replace(recipe.data, **options.preprocessing.changes())
+    names = _absolute(options.classes or model.class_names)
+    model = replace(model, weights=_absolute(weights or model.weights), class_names=names)
+    finetune = replace(recipe.finetune, teacher_weights=_absolute(recipe.finetune.teacher_weights))
+    if "/" in (teacher := finetune.teacher or "dense") or user_path(teacher).is_dir():  # no name of timm
+        finetune = replace(finetune, teacher=_absolute(finetune.teacher))
     if data is not None:
         counts = "/".join(str(len(part)) for part in (data.train, data.heldout, data.test))
         table = replace(DataOptions(f"python:{data.name} ({counts} images)"), **table.changes())
     elif options.data is not None:  # a folder of images, or the root of a data set of timm
         source = "imagefolder" if table.source in BUILT_IN else table.source
-        table = replace(table, path=str(Path(options.data).resolve()), source=source)
-    elif table.path is not None:  # the folder of the run can be used from everywhere
-        table = replace(table, path=str(Path(table.path).expanduser().resolve()))
+        table = replace(table, path=options.data, source=source)
+    if table.path is not None:
+        table = replace(table, path=str(user_path(table.path).resolve()))
     return replace(
         recipe,
         data=table,
         model=model,
         dense=recipe.dense if model.weights == "train" else None,
+        finetune=finetune,
         export=replace(recipe.export, formats=options.export) if options.export else recipe.export,
         run=replace(recipe.run, device=options.device) if options.device else recipe.run,
     )
+
+
+def _absolute(path: str | Path | None) -> Any:
+    """A path from the root: the recipe.toml of a run is read in any folder. Names of models and of weights stay.
+
+    Links stay, too: files in the cache of Hugging Face have no other name with a suffix.
+    """
+    is_name = path in (None, "dense", *NOT_FILES) or str(path).startswith(HUB)
+    return path if is_name else str(user_path(path or "").absolute())
 
 
 @dataclass(frozen=True)

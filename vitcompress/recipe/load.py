@@ -11,7 +11,7 @@ from typing import Any
 
 from vitcompress import recipes
 from vitcompress.errors import InputError, RecipeError
-from vitcompress.io.files import DEEPEST, parse_plain, read_text
+from vitcompress.io.files import DEEPEST, parse_plain, read_text, user_path
 from vitcompress.io.text import format_range
 from vitcompress.io.validation import keys_hint, validate, validate_options
 from vitcompress.methods.options import OPTIONS, find_options
@@ -85,7 +85,7 @@ def read_table(what: str, source: str) -> tuple[str, dict[str, Any]]:
 
     Raises InputError if there is none, or it is of the other kind, and RecipeError if it is not TOML.
     """
-    path, (list_names, read) = Path(source), KINDS[what]
+    path, (list_names, read) = user_path(source), KINDS[what]
     names = list_names()
     if source in names or not (path.suffix == ".toml" or path.exists()):
         name, text = source, read(source)

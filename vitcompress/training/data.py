@@ -12,6 +12,7 @@ import numpy as np
 from timm.data import create_dataset
 
 from vitcompress.errors import DataError, MissingExtraError, first_line
+from vitcompress.io.files import user_path
 from vitcompress.io.tensors import tensors_digest
 from vitcompress.models.create import image_size
 from vitcompress.training import datasets, tinted
@@ -76,7 +77,7 @@ def class_count(options: DataOptions) -> int | None:
     """Number of classes if it is known without opening the data, else None."""
     if options.source in BUILT_IN:
         return len(tinted.CLASSES) if options.source == "tinted" else 10
-    folder = Path(options.path or "").expanduser() / (options.train_split or "train")
+    folder = user_path(options.path or "") / (options.train_split or "train")
     is_folder = options.source == "imagefolder" and options.path is not None and folder.is_dir()
     return len(class_names(folder)) or None if is_folder else None
 
@@ -148,7 +149,7 @@ def _image_folder(options: DataOptions) -> Splits:
     _check_classes(str(folder), classes, None)
     parts, skip = (folder, _part(options)), options.broken == "skip"
     train, test = (FolderImages(part, classes, skip_broken=skip) for part in parts)
-    name = str(Path(options.path or "").expanduser())
+    name = str(user_path(options.path or ""))
     return Splits(name, classes, train, test=test, skipped=train.skipped + test.skipped)
 
 
@@ -156,7 +157,7 @@ def _part(options: DataOptions, *, train: bool = False) -> Path:
     """The folder of the test images, or of the training images."""
     check_named(options)
     name = options.train_split or "train" if train else options.test_split
-    root, names = Path(options.path or "").expanduser(), (name,) if name else _TEST_FOLDERS
+    root, names = user_path(options.path or ""), (name,) if name else _TEST_FOLDERS
     if not root.is_dir():
         what = "is a file, not a folder of images" if root.exists() else "does not exist"
         raise DataError(f"data folder {root} {what}", hint="expected PATH/train/<class>/<image> and PATH/val")
