@@ -102,6 +102,12 @@ def test_structure_only_needs_neither_data_nor_training(tmp_path: Path, arch: st
     assert "Nothing was trained" in page and "without --structure-only" in page
 
 
+def test_a_recipe_is_run_by_its_path(tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(SMALL)
+    result = run_recipe(tmp_path / "small.toml", RunOptions(out=tmp_path / "run", structure_only=True, export=()))
+    assert result.report["recipe"] == "small"
+
+
 def test_structure_only_counts_the_classes_of_the_data(tmp_path: Path) -> None:
     """Structure only counts the same parameters as the whole run."""
     recipe = world.recipe(tmp_path, text=SMALL)

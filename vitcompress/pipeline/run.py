@@ -21,6 +21,7 @@ from vitcompress.pipeline.export import export_models
 from vitcompress.pipeline.folder import check_folder, dense_folder, open_folder
 from vitcompress.pipeline.job import Job, RunOptions, apply_options
 from vitcompress.pipeline.preflight import check_formats, prepare
+from vitcompress.recipe.load import load_recipe
 from vitcompress.recipe.schema import Recipe
 from vitcompress.training import distributed
 from vitcompress.training.data import Splits
@@ -94,7 +95,10 @@ class RunResult:
 
 @torch.inference_mode(False)  # it trains, also if the caller has disabled gradients
 def run_recipe(
-    recipe: Recipe, options: RunOptions | None = None, progress: Progress | None = None, data: Splits | None = None
+    recipe: Recipe | str | Path,
+    options: RunOptions | None = None,
+    progress: Progress | None = None,
+    data: Splits | None = None,
 ) -> RunResult:
     """Run `recipe`, or continue an interrupted run of it.
 
@@ -102,6 +106,7 @@ def run_recipe(
     others return an empty report.
 
     Args:
+        recipe: of `load_recipe`, or what it takes: a name, or a TOML file.
         data: images to use instead of those of `recipe.data`.
 
     Raises:
@@ -109,7 +114,7 @@ def run_recipe(
         VitcompressError: a stage failed; the same call continues the run.
     """
     options, progress = options or RunOptions(), progress or SILENT
-    recipe = apply_options(recipe, options, data)
+    recipe = apply_options(recipe if isinstance(recipe, Recipe) else load_recipe(recipe), options, data)
     folder = options.folder(recipe)
     kind = {"structure_only": options.structure_only, "fresh": options.fresh}
     check_formats(recipe)

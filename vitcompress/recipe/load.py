@@ -23,13 +23,13 @@ KINDS = {"recipe": (recipes.names, recipes.text), "study": (recipes.study_names,
 ANY_STEP = {"step": [{"method": "fold"}]}  # for recipes whose steps do not matter
 
 
-def load_recipe(source: str, sets: Sequence[str] = (), model: str | None = None) -> Recipe:
+def load_recipe(source: str | Path, sets: Sequence[str] = (), model: str | None = None) -> Recipe:
     """Read a recipe by name or from a file, apply `sets` (`table.key=value`) and validate it.
 
     model: an architecture to use instead of the recipe's, whose arguments do not apply to it. Raises RecipeError with
     all problems, and InputError, which names the nearest, if there is no such recipe.
     """
-    name, data = read_table("recipe", source)
+    name, data = read_table("recipe", source := str(source))
     data = {"name": name, **data}
     table = data.get("model")
     if model is not None and isinstance(table, dict):
