@@ -15,8 +15,7 @@ from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters.calls import BoundCall
 from vitcompress.exporters.uint8 import to_bytes
 from vitcompress.io.text import format_range
-from vitcompress.models.create import InputConfig
-from vitcompress.training.datasets import check_images
+from vitcompress.models.create import InputConfig, check_images
 
 MOST_THREADS = 1024
 

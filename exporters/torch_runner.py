@@ -13,8 +13,7 @@ from vitcompress.errors import DeviceError, InputError
 from vitcompress.exporters.calls import BoundCall, QueuedCall
 from vitcompress.exporters.runner import Runner, RunnerOptions
 from vitcompress.io import hardware
-from vitcompress.models.create import input_config
-from vitcompress.training.datasets import check_images
+from vitcompress.models.create import check_images, input_config
 from vitcompress.training.distributed import check_device
 
 TIMM = "timm:"  # prefix of names of models that timm builds

@@ -21,6 +21,7 @@ SCALES = {"ls1": "attn", "ls2": "mlp", "gamma_1": "attn", "gamma_2": "mlp"}  # L
 SiteKind = Literal["attention", "activation", "ffn", "block"]
 KINDS: tuple[SiteKind, ...] = ("attention", "activation")  # of the layers that depth pruning gates and removes
 LAYERS = (nn.Linear, nn.Conv2d)  # subclasses may compute something else, which slicing and folding would lose
+COMPUTED = "computes its weight; make it permanent, as with torch.nn.utils.prune.remove"
 LINEAR = {"qkv", "q", "kv", "q_proj", "k_proj", "v_proj", "proj", "sr", "fc1", "fc1_g", "fc1_x", "fc2", "reduction"}
 NORMS = ("norm1", "ls1", "gamma_1", "norm2", "ls2", "gamma_2")
 
@@ -282,7 +283,7 @@ def layer_problem(layer: nn.Module) -> str | None:
     if type(layer) not in LAYERS:
         return None if is_empty(layer) else f"is a {type(layer).__name__}; use a plain layer"
     stored = "weight" in dict(layer.named_parameters())
-    return None if stored else "computes its weight; make it permanent, as with torch.nn.utils.prune.remove"
+    return None if stored else COMPUTED
 
 
 def norm_problem(norm: nn.Module) -> str | None:

@@ -1,11 +1,12 @@
 """The table of families, and which of them covers a model."""
 
 import contextlib
+from copy import deepcopy
 
-from torch import nn
+from torch import Tensor, nn
 
 from vitcompress.errors import InputError, UnsupportedModelError
-from vitcompress.families.base import Family
+from vitcompress.families.base import COMPUTED, Family
 from vitcompress.families.eva import BEIT, EVA
 from vitcompress.families.pvt import PVT
 from vitcompress.families.swin import SWIN
@@ -48,6 +49,14 @@ def unwrap(model: object) -> nn.Module:
         hint = "pass a model: vc.load_model(FOLDER), or vc.create_model(NAME)"
         raise InputError(f"the model is a {type(model).__name__}", hint=hint)
     return next((part for name, part in model.named_children() if name in ("_orig_mod", "module")), model)
+
+
+def copy_model(model: nn.Module) -> nn.Module:
+    """A deep copy. Raises UnsupportedModelError for computed weights, which torch cannot copy."""
+    for name, module in model.named_modules():
+        if any(isinstance(value, Tensor) and not value.is_leaf for value in vars(module).values()):
+            raise UnsupportedModelError(f"this model cannot be copied: its {name} {COMPUTED}")
+    return deepcopy(model)
 
 
 def reject_wrapper(model: nn.Module) -> None:

@@ -1,7 +1,6 @@
 """Parameters and multiply-accumulates of a model, counted by torch on the meta device."""
 
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
@@ -11,8 +10,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitcompress.families import family_of, unwrap
+from vitcompress.families.lookup import copy_model
 from vitcompress.models.arguments import shapes_of
-from vitcompress.models.create import SkipOnMeta, input_config
+from vitcompress.models.create import SkipOnMeta, check_images, image_size, input_config
 from vitcompress.plan import Plan
 from vitcompress.surgery.shapes import sliced_shapes
 
@@ -43,6 +43,8 @@ def count_cost(model: nn.Module, input_size: tuple[int, int, int] | None = None)
         >>> vc.count_cost(vc.create_model("vit_tiny_patch16_224", img_size=32, depth=1, num_classes=10))
         Cost(params=595978, macs=2813184, macs_linear=2803584)
     """
+    if input_size is not None:
+        check_images(torch.empty(1, *input_size, device="meta"), image_size(unwrap(model)))
     return _cost(model, count_flops(model, input_size or input_config(model).size)["Global"])
 
 
@@ -70,7 +72,7 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
     Its parameters require no gradients: under `torch.no_grad` a view of a parameter, such as a pool's expanded latent,
     still does, but has no gradient function, which torch's ModuleTracker expects of a module's input.
     """
-    shapes = deepcopy(unwrap(model)).to("meta").eval().requires_grad_(False)
+    shapes = copy_model(unwrap(model)).to("meta").eval().requires_grad_(False)
     for module in shapes.modules():
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()

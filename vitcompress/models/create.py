@@ -18,7 +18,7 @@ from timm.layers import DropPath, PatchDropout
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from vitcompress.errors import InputError, WeightsError, close_matches, first_line
+from vitcompress.errors import DataError, InputError, WeightsError, close_matches, first_line
 from vitcompress.families import prepare_model, reject_wrapper, unwrap
 from vitcompress.io.tensors import LIBRARY_ERRORS
 from vitcompress.io.text import format_shape
@@ -300,6 +300,18 @@ def image_size(model: Any) -> Size:
 def is_allowed(side: int, allowed: int | range | None) -> bool:
     """Whether a side of images is as `image_size` requires."""
     return side in allowed if isinstance(allowed, range) else allowed in (None, side)
+
+
+def check_images(images: torch.Tensor, size: Size = ()) -> None:
+    """Raise DataError unless `images`, (batch, *size), are floating-point numbers."""
+    if not images.is_floating_point():
+        hint = "normalize them for the model; data sets of PIL images and files exported with uint8 contain bytes"
+        raise DataError(f"the images are {images.dtype}, not floating-point numbers", hint=hint)
+    if images.ndim != 4 or not all(map(is_allowed, images.shape[1:], size)):
+        names = (f"multiple of {side.step}" if isinstance(side, range) else str(side or "any") for side in size)
+        expected = " x ".join(names) or "channels x height x width"
+        message = f"images of shape {format_shape(images.shape)} do not fit, expected batches of {expected}"
+        raise DataError(message, hint="resize or convert them, or create the model with another img_size or in_chans")
 
 
 def input_config(model: nn.Module) -> InputConfig:

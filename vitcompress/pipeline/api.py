@@ -8,7 +8,6 @@ import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from copy import deepcopy
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,6 +24,7 @@ from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.runner import Runner, RunnerOptions
 from vitcompress.exporters.runtimes import EXPORTERS, available_exporter, open_runner
 from vitcompress.exporters.torch_runner import TorchRunner
+from vitcompress.families.lookup import copy_model
 from vitcompress.io.checks import Verification
 from vitcompress.io.files import convert_write_errors, read_json, user_path, write_json
 from vitcompress.io.progress import SILENT, Progress
@@ -360,5 +360,5 @@ def bench(artifacts: Artifact | Sequence[Artifact], *, progress: Progress | None
 def _open(artifact: Artifact, options: RunnerOptions, number: int = 0) -> Runner:
     """A runner; a model in memory is copied, as a runner moves it to its device and precision."""
     if isinstance(artifact, nn.Module):
-        return TorchRunner(deepcopy(artifact), options, name=f"{type(artifact).__name__} {number}")
+        return TorchRunner(copy_model(artifact), options, name=f"{type(artifact).__name__} {number}")
     return open_runner(artifact, options)

@@ -18,7 +18,7 @@ from torchvision.datasets.folder import make_dataset
 from vitcompress.errors import DataError, first_line
 from vitcompress.io.tensors import DAMAGED, tensors_digest
 from vitcompress.io.text import format_shape
-from vitcompress.models.create import Size, is_allowed
+from vitcompress.models.create import Size, check_images
 
 _CHECKED_ON_OPENING = 1000  # images decoded when a folder is opened; the others are checked when they are read
 # Pillow has decoders for many more formats, and chooses by content: one starts Ghostscript, whatever the suffix.
@@ -156,18 +156,6 @@ def check_labels(labels: Any, classes: int) -> None:
         about = f"of shape {format_shape(labels.shape)} with values from {labels.min():g} to {labels.max():g}"
         hint = f"the model has {classes} classes: the label of an image is a number from 0 to {classes - 1}"
         raise DataError(f"labels {about} cannot be used", hint=hint)
-
-
-def check_images(images: Tensor, size: Size = ()) -> None:
-    """Raise DataError unless `images`, (batch, *size), are floating-point numbers."""
-    if not images.is_floating_point():
-        hint = "normalize them for the model; data sets of PIL images and files exported with uint8 contain bytes"
-        raise DataError(f"the images are {images.dtype}, not floating-point numbers", hint=hint)
-    if images.ndim != 4 or not all(map(is_allowed, images.shape[1:], size)):
-        names = (f"multiple of {side.step}" if isinstance(side, range) else str(side or "any") for side in size)
-        expected = " x ".join(names) or "channels x height x width"
-        message = f"images of shape {format_shape(images.shape)} do not fit, expected batches of {expected}"
-        raise DataError(message, hint="resize or convert them, or create the model with another img_size or in_chans")
 
 
 def check_batch(batch: Any, size: Size = (), classes: int = 0) -> tuple[Tensor, Tensor]:
