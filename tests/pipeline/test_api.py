@@ -166,6 +166,14 @@ def test_models_of_timm_itself_are_taken() -> None:
         (lambda: vc.finetune(model(), torch.utils.data.DataLoader(Frames(), 4)), "a DataLoader without a length"),
         (lambda: vc.evaluate(model(), None), "a NoneType without a length"),
         (lambda: vc.evaluate(model(), batches(), batch_size=0), "batch_size is 0, expected 1 or more"),
+        (lambda: vc.evaluate(model(), batches(), batch_size=3), "batch_size has no effect: the data are batches"),
+        (lambda: vc.evaluate(model(), batches(), workers=2), "workers has no effect: the data are batches"),
+        (lambda: vc.finetune(model(), batches(), workers=2), "workers has no effect: the data are batches"),
+        (lambda: vc.plan(model(), "magnitude", training={"lr": 1.0}), "training has no effect"),
+        (lambda: vc.count_cost(model(), (1, 9, 9)), "1x1x9x9 do not fit, expected batches of 1 x 8 x 8"),
+        (lambda: vc.count_cost(model(), (8, 8)), "1x8x8 do not fit"),  # type: ignore[arg-type]
+        (lambda: vc.run_recipe("no_recipe"), "no_recipe"),
+        (lambda: vc.run_recipe(Path("none.toml")), "none.toml cannot be read"),
         (lambda: vc.prune(model(), "plan.json"), "the plan is a str"),  # type: ignore[arg-type]
         (lambda: vc.export(model(), "x.tflite"), "suffix"),
         (lambda: vc.export(model(), "x.engine"), "trt and trt-rtx"),
@@ -493,6 +501,15 @@ def test_a_folder_belongs_to_one_training(tmp_path: Path) -> None:
         assert all(torch.equal(value, network.state_dict()[name]) for name, value in same.state_dict().items())
 
 
+def test_a_folder_belongs_to_one_list_of_batches(tmp_path: Path) -> None:
+    vc.finetune(model(), batches(), epochs=1, folder=tmp_path, device="cpu")
+    vc.finetune(model(), batches(), epochs=1, folder=tmp_path, device="cpu")
+    images, labels = batches()[0]
+    for other in ([*batches()[:3], (images + 1, labels)], [*batches()[:3], (images, labels.flip(0))]):
+        with pytest.raises(InputError, match="other settings, images or teacher"):
+            vc.finetune(model(), other, epochs=1, folder=tmp_path, device="cpu")
+
+
 def test_a_training_neither_uses_nor_leaves_gradients() -> None:
     network, other = model(), model()
     other(X).square().sum().backward()
@@ -659,6 +676,22 @@ def test_layers_that_slicing_and_folding_do_not_know_are_rejected(change: Any, t
     for call in calls:
         with pytest.raises(InputError, match=text):
             call()
+
+
+def test_weights_that_torch_cannot_copy_are_named() -> None:
+    network = model()
+    l1_unstructured(network.blocks[0].mlp.fc1, "weight", 0.5)  # type: ignore[index, no-untyped-call, union-attr]
+    for call in (vc.count_cost, vc.bench, partial(vc.evaluate, data=batches())):
+        with pytest.raises(InputError, match=r"its blocks.0.mlp.fc1 computes its weight; make it permanent"):
+            call(network)  # type: ignore[operator]
+
+
+def test_methods_that_train_nothing_leave_the_random_generator_of_torch() -> None:
+    for method, options in {"isomorphic": {"align": FINE}, "te_static": {"pruned_layers": 1}}.items():
+        before = torch.get_rng_state()
+        vc.plan(model(), method, Pictures(), device="cpu", **options)
+        vc.evaluate(model(), Pictures(), device="cpu")
+        assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_classifier_of_several_layers_stays_if_its_inputs_stay() -> None:

@@ -126,6 +126,8 @@ def plan(
     if wrong := [f"{name} has no effect: {unused[name]}" for name in options if name in unused]:
         raise InputError("; ".join(wrong), hint="omit it, or change the option that it depends on")
     reject_unused(settings, AT_ONCE)
+    if training and data is None:
+        raise InputError("training has no effect: there are no images to train with", hint="omit it, or pass data")
     fields = {"progress": progress or SILENT, "train": options_of(TrainOptions, training or {}, "training")}
     base = context_for(model, data, folder=folder, device=device, seed=seed, **fields)  # owns the temporary folder
     clock = LatencyClock(base.input, base.runtime, base.progress, seed=seed)
@@ -322,6 +324,7 @@ def evaluate(
         runner = stack.enter_context(closing(_open(model, options)))
         source = open_source(data, runtime, model, once=True)
         if isinstance(source, BatchLoader):
+            source.reject(*["batch_size"] * (batch_size != 256), *["workers"] * bool(workers))
             return evaluate_loader(runner, source, runtime)
         if runner.input is None:
             raise InputError(f"{model} does not state its preprocessing", hint="pass batches of normalized images")

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from vitcompress.errors import DataError, InputError, first_line
-from vitcompress.io.tensors import LIBRARY_ERRORS
+from vitcompress.io.tensors import LIBRARY_ERRORS, tensors_digest
 from vitcompress.models.create import InputConfig, Size, image_size
 from vitcompress.training.datasets import Images, as_images, check_batch, is_map_style, stack_images
 from vitcompress.training.distributed import Runtime, derived_seed
@@ -122,7 +122,7 @@ class BatchLoader:
     """Batches of (images (batch, C, H, W) normalized for the model, targets), moved to the device of `runtime`.
 
     batches: an iterable with a length that can be read once per epoch. Resuming is bit-exact only if it gives the same
-    batches again. size, classes: see `check_batch`.
+    batches again; those of a list are compared, others may be random. size, classes: see `check_batch`.
     """
 
     total = None  # number of images, unknown before the first pass
@@ -132,6 +132,17 @@ class BatchLoader:
 
     def __len__(self) -> int:
         return len(self.batches)
+
+    @property
+    def digest(self) -> str:
+        """A hash of a list of batches; empty for others, as for `Images`."""
+        return tensors_digest(chain.from_iterable(self)) if isinstance(self.batches, list | tuple) else ""
+
+    def reject(self, *options: str) -> None:
+        """Raise InputError if there are `options`, which have no effect."""
+        if options:
+            hint = "omit it, or pass a data set of (image, class) pairs"
+            raise InputError(f"{options[0]} has no effect: the data are batches", hint=hint)
 
     def set_epoch(self, epoch: int) -> None:
         """Nothing to do: the order is that of `batches`."""
@@ -192,6 +203,7 @@ def _prefetch(
         num_workers=runtime.workers,
         collate_fn=stack_images if dataset.prepared else fast_collate,
         drop_last=augmentation is not None,
+        generator=None if augmentation else torch.Generator(),  # else torch draws seeds of workers from its own
         pin_memory=runtime.device.type == "cuda",
     )
     if dataset.prepared:

@@ -142,9 +142,8 @@ def check_options(
     if isinstance(train_set, BatchLoader):
         names, default = ("augmentation", *["batch_size"] * (options.lr_base is None)), TrainOptions()
         default = replace(default, augmentation=replace(default.augmentation, smoothing=options.augmentation.smoothing))
-        if wrong := [name for name in names if getattr(options, name) != getattr(default, name)]:
-            hint = "omit it, or pass a data set of (image, class) pairs"
-            raise InputError(f"{wrong[0]} has no effect: the training data are batches", hint=hint)
+        wrong = (name for name in names if getattr(options, name) != getattr(default, name))
+        train_set.reject(*wrong, *["workers"] * bool(runtime.workers))
         if len(train_set) < options.accumulate:
             message = f"accumulate {options.accumulate} is more than the {len(train_set)} batches of an epoch"
             raise InputError(message, hint="lower accumulate or pass more batches")
