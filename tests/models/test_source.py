@@ -63,7 +63,8 @@ def test_weights_show_the_arguments_of_their_model(case: str, tmp_path: Path) ->
     resolved = resolve_model(arch, {}, path)
     assert resolved.arch_args == {"num_classes": 3, **shown, **hidden}
     sources = {setting.name: setting.source for setting in resolved.settings}
-    assert {sources[name] for name in {**shown, "num_classes": 3} if name in sources} == {"the weights"}
+    certain = shown.keys() - ({"img_size", "no_embed_class"} if case == "registers" else set())
+    assert {sources[name] for name in {*certain, "num_classes"} & sources.keys()} == {"the weights"}
     assert {sources[name] for name in hidden if name in sources} <= {"the checkpoint's args"}
     x = torch.randn(1, *input_config(model).size)
     with torch.no_grad():
@@ -149,6 +150,25 @@ def test_the_image_size_of_an_overlay_is_stated() -> None:
 def test_both_sides_of_an_oblong_image_are_stated(size: list[int], shown: Any) -> None:
     settings = resolve_model(VIT, {"img_size": size, "patch_size": 8, "embed_dim": 16, "num_heads": 2}).settings
     assert {setting.name: setting.value for setting in settings}["img_size"] == shown
+
+
+@pytest.mark.parametrize(("size", "embedded"), [([48, 64], False), (None, True), (56, True)])
+def test_positions_of_a_square_may_be_those_of_an_oblong_image(size: Any, embedded: bool, tmp_path: Path) -> None:
+    """48 patches and a class token are as many as 49 patches: the square is an assumption, and no fact of an oblong."""
+    model = saved(tmp_path / "own.pth", args=OWN | {"img_size": [48, 64]})
+    own = {"num_heads": 4} | ({"img_size": size} if size else {})
+    resolved = resolve_model(VIT, own, tmp_path / "own.pth")
+    settings = {setting.name: setting for setting in resolved.settings}
+    assert settings["no_embed_class"].value is embedded
+    assert settings["img_size"].value == (size or 56)
+    assert all(settings[name].source.startswith("assumed") == (size is None) for name in ("img_size", "no_embed_class"))
+    built = create_model(VIT, resolved.arch_args, tmp_path / "own.pth")
+    assert (built.no_embed_class, torch.equal(built.pos_embed, model.pos_embed)) == (embedded, True)
+
+
+def test_pooling_is_that_of_the_model_not_of_its_shapes() -> None:
+    settings = resolve_model(VIT, OWN | {"global_pool": "avgmax"}).settings
+    assert {setting.name: setting.value for setting in settings}["global_pool"] == "avgmax"
 
 
 def test_preprocessing_is_that_of_the_training(tmp_path: Path) -> None:

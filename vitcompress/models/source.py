@@ -29,8 +29,10 @@ from vitcompress.models.weights import HUB, NOT_FILES, WeightFile, open_weights
 POSITIONS = re.compile("^pos_embed$|relative_position_bias_table$")
 # Arguments whose other values may give equal shapes -> what the rules then read otherwise.
 AMBIGUOUS = {"img_size": ("img_size", "no_embed_class"), "global_pool": ("global_pool",)}
+UNSEEN = ("no_embed_class", "global_pool")  # what a model has of them counts, not what the rules read
 DEFAULT = "timm's default"
 ASSUMED = f"assumed: {DEFAULT}, not visible in the weights"
+SQUARE = "assumed: square images, no position of class tokens; for others, set model.args.img_size"
 RECIPE, WEIGHTS = "model.args", "the weights"
 FROM_RECIPE, USER = "the recipe", "the user"
 CLASSES_HINT = "--classes takes one name per line, or a JSON list, in the order of the classifier's outputs"
@@ -155,12 +157,13 @@ def _arguments(
     base = base_of(type(default))
     seen, known = read_arguments(base, shapes), inspect.signature(base).parameters if base else {}
     stated = {name: value for name, value in file.stated.items() if name in known}
-    unsure = {name for argument in AMBIGUOUS.keys() & stated.keys() for name in AMBIGUOUS[argument]}
+    unsure = {name for argument in AMBIGUOUS.keys() & {**stated, **own}.keys() for name in AMBIGUOUS[argument]}
     left = {name: value for name, value in seen.items() if name not in unsure}
     with suppress(InputError):  # timm cannot build what is stated
         like = {name: value for name, value in {**left, **stated, **own}.items() if name in known}
-        if unsure and read_arguments(base, shapes_of(create_blank(arch, like).state_dict())) == seen:
-            seen = left
+        if unsure and read_arguments(base, shapes_of((blank := create_blank(arch, like)).state_dict())) == seen:
+            certain = left.keys() | {n for n in seen.keys() - stated.keys() if seen[n] == _facts(blank)[n]}
+            seen = {name: value for name, value in seen.items() if name in certain}
     values, sources = _merge({RECIPE: own, file.stated_in: stated, WEIGHTS: seen})
     # The shapes are compared with those of a model with the recipe's arguments, all else with these arguments.
     direct = {name: value for name, value in own.items() if name == "num_heads" or sources[name] == file.stated_in}
@@ -178,6 +181,8 @@ def _arguments(
         hint = "leave it out of model.args, or use --model NAME, which starts without arguments"
         raise WeightsError(f"{weights} contradicts the recipe: {'; '.join(wrong)}", hint=hint)
     sources |= dict.fromkeys(differing.keys() & own.keys(), RECIPE)
+    if differing.get("no_embed_class") and sources["no_embed_class"] == WEIGHTS and "img_size" not in own:
+        sources |= dict.fromkeys(("no_embed_class", "img_size"), SQUARE)  # the positions of others may be as many
     return {**differing, **own}, {"num_heads": ASSUMED, **sources}
 
 
@@ -199,6 +204,7 @@ def _facts(blank: nn.Module) -> dict[str, object]:
         for stage in getattr(blank, "layers", None) or getattr(blank, "stages", None) or [blank]
     ]
     shown = read_arguments(base_of(type(blank)), shapes_of(blank.state_dict()))
+    shown = {name: getattr(blank, name) if name in UNSEEN else value for name, value in shown.items()}
     size = [*dict.fromkeys(create.input_config(blank).size[1:])]
     return {"num_heads": heads if len(heads) > 1 else heads[0], **shown, "img_size": size if len(size) > 1 else size[0]}
 
