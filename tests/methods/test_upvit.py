@@ -12,7 +12,9 @@ import torch
 from contracts import assert_moved, assert_same, build, contract, logits
 from contracts import images as pictures
 from method_world import context, model
+from safetensors.torch import load_file
 
+import vitcompress as vc
 from vitcompress import surgery
 from vitcompress.errors import PlanError
 from vitcompress.families import Space, family_of
@@ -23,6 +25,7 @@ from vitcompress.methods.upvit.importance import Component
 from vitcompress.methods.upvit.ranking import best, candidates, least_first
 from vitcompress.methods.upvit.target import Target, standard_blocks
 from vitcompress.models.checkpoint import load_model, prune, save_model, standard_model
+from vitcompress.models.create import plan_of
 from vitcompress.plan import Plan
 from vitcompress.verify.slice import slice_check
 
@@ -141,6 +144,20 @@ def test_the_standard_model_has_another_classifier(tmp_path: Path) -> None:
     x = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     assert torch.equal(loaded(x), small(x)) and loaded.plan.standard["args"]["num_classes"] == 7
     assert (standard_model(loaded, loaded.plan)(x) - small(x)).abs().max() < 1e-5  # float32, as above
+
+
+@pytest.mark.parametrize("create", [vc.create_model, timm.create_model])
+def test_the_sizes_of_the_dense_model_may_be_tuples(create: Any, tmp_path: Path) -> None:
+    """timm records them as they are, a plan as lists: that is no change of the model since."""
+    sizes: dict[str, Any] = {"embed_dims": (16, 16), "depths": (1, 1), "num_heads": (1, 2), "sr_ratios": (2, 1)}
+    dense = create("pvt_v2_b0", **sizes, mlp_ratios=(2, 2), num_classes=3)
+    narrow = upvit.Options(target_args={"embed_dims": (8, 8)})
+    small = prune(dense, upvit.structure(dense, family_of(dense), plan_of(dense), narrow))
+    save_model(small, tmp_path / "saved")
+    plan, x = load_model(tmp_path / "saved").plan, torch.rand(2, 3, 64, 64)
+    plain = timm.create_model("pvt_v2_b0", **plan.standard["args"])
+    plain.load_state_dict(load_file(tmp_path / "saved/standard.safetensors"))
+    assert plan == small.plan and (plain.eval()(x) - small.eval()(x)).abs().max() < 1e-5  # float32, as above
 
 
 @pytest.mark.parametrize("score", ["exact", "fisher", "screened"])

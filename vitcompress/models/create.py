@@ -168,8 +168,8 @@ def current_plan(model: nn.Module) -> Plan:
     """
     plan = plan_of(model)
     blank = create_on_meta(plan.arch, plan.arch_args)
-    recorded = timm.models.get_model_args(blank)
-    changed = {name: v for name, v in timm.models.get_model_args(model).items() if recorded.get(name) != v}
+    now, recorded = (Plan(plan.arch, timm.models.get_model_args(one)).arch_args for one in (model, blank))
+    changed = {name: value for name, value in now.items() if recorded.get(name) != value}
     args = with_class_names(plan.arch_args, ()) if "num_classes" in changed else plan.arch_args
     own, other = (input_config(one).to_dict() for one in (model, blank))
     if preprocessing := {name: own[name] for name in NAMES if own[name] != other[name]}:
