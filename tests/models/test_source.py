@@ -15,8 +15,10 @@ import torch
 from safetensors.torch import save_file
 
 from vitcompress.errors import InputError, WeightsError
-from vitcompress.models.checkpoint import load_model, save_model
-from vitcompress.models.create import class_names_of, create_model, input_config
+from vitcompress.families import family_of
+from vitcompress.methods.upvit import method as upvit
+from vitcompress.models.checkpoint import load_model, prune, save_model
+from vitcompress.models.create import class_names_of, create_model, input_config, plan_of
 from vitcompress.models.preprocessing import Preprocessing
 from vitcompress.models.source import create_named, load_class_names, resolve_model
 
@@ -164,6 +166,31 @@ def test_positions_of_a_square_may_be_those_of_an_oblong_image(size: Any, embedd
     assert all(settings[name].source.startswith("assumed") == (size is None) for name in ("img_size", "no_embed_class"))
     built = create_model(VIT, resolved.arch_args, tmp_path / "own.pth")
     assert (built.no_embed_class, torch.equal(built.pos_embed, model.pos_embed)) == (embedded, True)
+
+
+def test_the_folder_of_a_dense_model_states_all_that_the_model_depends_on(tmp_path: Path) -> None:
+    overlay = {"mean": [0.1, 0.2, 0.3], "crop_pct": 0.8, "label_names": ["a", "b", "c"]}
+    model = create_model(VIT, {**OWN, "img_size": [48, 64], "pretrained_cfg_overlay": overlay})
+    save_model(model, tmp_path / "saved")
+    for weights in (tmp_path / "saved", tmp_path / "saved/model.safetensors"):
+        resolved = resolve_model("", {}, weights)
+        loaded = create_model(resolved.arch, resolved.arch_args, weights)
+        assert loaded.plan == model.plan and class_names_of(loaded) == ("a", "b", "c")
+        assert {setting.name: setting.source for setting in resolved.settings}["num_heads"] == "plan.json"
+        assert torch.equal(loaded(x := torch.randn(1, 3, 48, 64)), model(x))
+
+
+def test_weights_of_a_compressed_model_are_no_dense_model(tmp_path: Path) -> None:
+    """These have the shapes of a model of timm, which scales its products of q and k otherwise."""
+    dense = create_model(VIT, OWN)
+    goal = upvit.Options(target_args={"embed_dim": 8, "num_heads": 1})
+    small = prune(dense, upvit.structure(dense, family_of(dense), plan_of(dense), goal))
+    save_model(small, tmp_path / "saved")
+    with pytest.raises(WeightsError, match=r"model\.safetensors is a compressed model"):
+        resolve_model(VIT, {"num_heads": 1}, tmp_path / "saved")
+    (tmp_path / "saved/model.safetensors").rename(tmp_path / "alone.safetensors")
+    with pytest.raises(WeightsError, match=r"alone\.safetensors needs its plan\.json"):
+        resolve_model(VIT, {"num_heads": 1}, tmp_path / "alone.safetensors")
 
 
 def test_pooling_is_that_of_the_model_not_of_its_shapes() -> None:

@@ -29,7 +29,6 @@ from vitcompress.models.weights import HUB, NOT_FILES, WeightFile, open_weights
 POSITIONS = re.compile("^pos_embed$|relative_position_bias_table$")
 # Arguments whose other values may give equal shapes -> what the rules then read otherwise.
 AMBIGUOUS = {"img_size": ("img_size", "no_embed_class"), "global_pool": ("global_pool",)}
-UNSEEN = ("no_embed_class", "global_pool")  # what a model has of them counts, not what the rules read
 DEFAULT = "timm's default"
 ASSUMED = f"assumed: {DEFAULT}, not visible in the weights"
 SQUARE = "assumed: square images, no position of class tokens; for others, set model.args.img_size"
@@ -204,7 +203,7 @@ def _facts(blank: nn.Module) -> dict[str, object]:
         for stage in getattr(blank, "layers", None) or getattr(blank, "stages", None) or [blank]
     ]
     shown = read_arguments(base_of(type(blank)), shapes_of(blank.state_dict()))
-    shown = {name: getattr(blank, name) if name in UNSEEN else value for name, value in shown.items()}
+    shown |= {n: getattr(blank, n, None) for names in AMBIGUOUS.values() for n in names if n in shown}
     size = [*dict.fromkeys(create.input_config(blank).size[1:])]
     return {"num_heads": heads if len(heads) > 1 else heads[0], **shown, "img_size": size if len(size) > 1 else size[0]}
 
