@@ -25,7 +25,8 @@ from vitcompress.exporters.tensorrt.runner import EngineRunner
 from vitcompress.exporters.torch_runner import TIMM, TORCH_TYPES
 from vitcompress.io import hardware
 from vitcompress.models.create import create_model, input_config
-from vitcompress.models.source import NOT_FILES, create_named, resolve_model
+from vitcompress.models.source import create_named, resolve_model
+from vitcompress.models.weights import NOT_FILES
 from vitcompress.recipe.load import load_recipe
 from vitcompress.training.data import class_count
 

@@ -60,9 +60,7 @@ class ExportOptions:
     uint8: Annotated[
         bool, Doc("the file takes bytes, (batch, height, width, channels) of 0 to 255, and normalizes them itself")
     ] = False
-    optimization_level: Annotated[int | None, Ge(0), Le(5), Doc("0 (fast build) to 5 (fast engine); None: default")] = (
-        None
-    )
+    optimization_level: Annotated[int | None, Ge(0), Le(5), Doc("0: fast build, 5: fast engine; None: default")] = None
     workspace: Annotated[
         int | None, Ge(1), Le(2**50), Doc("bytes that an engine may use beside its weights; None: default")
     ] = None

@@ -228,8 +228,7 @@ def _run_exporter(model: nn.Module, example: Tensor, opset: int) -> Any:
             cause = cause.__cause__
         if cause is not None:
             raise cause from None
-        why = first_line(error.__cause__ or error)
-        message = f"torch could not export the model to ONNX: {why}"
+        message = f"torch could not export the model to ONNX: {first_line(error.__cause__ or error)}"
         raise VitcompressError(message, hint="--debug shows the full error") from error
 
 

@@ -113,8 +113,7 @@ class Ranking:
             best = owners[: int(len(owners) * scale_share(self.keep[scope], strength))]
             numbers = torch.bincount(best, minlength=len(groups)).tolist()
             for group, number in zip(groups, numbers, strict=True):
-                unit = self.units.get(group.kind, 1)
-                counts[group.name] = align(max(1, number), group.size, unit, down=self.down)
+                counts[group.name] = align(max(1, number), group.size, self.units.get(group.kind, 1), down=self.down)
         return counts | (fixed or {})
 
 

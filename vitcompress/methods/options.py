@@ -53,9 +53,7 @@ class DepthOptions(BypassOptions, LatencyOptions):
 
 @dataclass(frozen=True)
 class EntropyOptions:
-    images: Annotated[
-        int, Ge(2), Doc("training images, class-balanced, evaluation transforms (NOSE's code: 33 280)")
-    ] = 10_240
+    images: Annotated[int, Ge(2), Doc("training images, class-balanced, evaluation transforms (NOSE: 33 280)")] = 10_240
     sign: Annotated[Literal["signed", "abs"], Doc("`signed` as in the paper, or `abs`, the absolute change")] = "signed"
     resamples: Annotated[int, Ge(0), Doc("bootstrap resamples, which show how certain a choice is; 0: none")] = 20
 
@@ -237,9 +235,7 @@ class SeroOptions(LatencyOptions):
     round_to: Annotated[int, Ge(1), Doc("channels of a head are multiples of this")] = 8
     threshold: Annotated[Threshold, Doc("one over all layers, or the same share in each layer")] = "global"
     criterion: Annotated[SeroCriterion, Doc("|gradient|, |gradient * weight|, |weight|, or random")] = "gradient"
-    criterion_pass: Annotated[CriterionPass, Doc("gradients without masks, or of the previous step with masks")] = (
-        "dense"
-    )
+    criterion_pass: Annotated[CriterionPass, Doc("gradients without masks, or of the last step with masks")] = "dense"
     weight_scale: Annotated[WeightScale, Doc("apply |W| to the gradient, to the update, or not at all")] = "gradient"
 
 

@@ -75,8 +75,7 @@ def save_model(model: nn.Module, folder: str | Path, classes: Sequence[str] | No
         raise InputError(f"{len(classes)} class names, but the model has {count} classes")
     if classes is not None:
         plan = replace(plan, arch_args=create.with_class_names(plan.arch_args, classes))
-    blank = _rebuild(plan, weights)
-    if difference := create.find_difference(model, blank):
+    if difference := create.find_difference(model, _rebuild(plan, weights)):
         message = f"this {plan.arch} is not the model of its plan: {difference} differs"
         raise WeightsError(message, hint="undo the change, which loading would not repeat; see also `reset_classifier`")
     folder.mkdir(parents=True, exist_ok=True)

@@ -195,8 +195,7 @@ def record_settings(recipe: Recipe, folder: Path) -> None:
     data = {name: value for name, value in asdict(recipe.data).items() if name != "workers"}
     run = {"seed": recipe.run.seed, "amp": recipe.run.amp}
     dense = recipe.dense and asdict(recipe.dense)
-    settings = {"model": asdict(recipe.model), "data": data, "dense": dense, "run": run}
-    write_json(RunFolder(folder).settings, settings)
+    write_json(RunFolder(folder).settings, {"model": asdict(recipe.model), "data": data, "dense": dense, "run": run})
 
 
 def _equal_trainings(recipe: Recipe, parent: Path) -> Iterator[Path]:

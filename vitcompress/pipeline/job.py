@@ -88,8 +88,7 @@ def apply_options(recipe: Recipe, options: RunOptions, data: Splits | None = Non
         counts = "/".join(str(len(part)) for part in (data.train, data.heldout, data.test))
         table = replace(DataOptions(f"python:{data.name} ({counts} images)"), **table.changes())
     elif options.data is not None:  # a folder of images, or the root of a data set of timm
-        source = "imagefolder" if table.source in BUILT_IN else table.source
-        table = replace(table, path=options.data, source=source)
+        table = replace(table, path=options.data, source="imagefolder" if table.source in BUILT_IN else table.source)
     if table.path is not None:
         table = replace(table, path=str(user_path(table.path).resolve()))
     return replace(
@@ -104,10 +103,7 @@ def apply_options(recipe: Recipe, options: RunOptions, data: Splits | None = Non
 
 
 def _absolute(path: str | Path | None) -> Any:
-    """A path from the root: the recipe.toml of a run is read in any folder. Names of models and of weights stay.
-
-    Links stay, too: files in the cache of Hugging Face have no other name with a suffix.
-    """
+    """A path from the root, for use in any folder. Names stay, and links: files of hubs have suffixes only as links."""
     is_name = path in (None, "dense", *NOT_FILES) or str(path).startswith(HUB)
     return path if is_name else str(user_path(path or "").absolute())
 

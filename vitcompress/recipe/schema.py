@@ -20,9 +20,7 @@ class ModelTable:
     """The dense model, as `timm.create_model(name, **args)` builds it."""
 
     name: Annotated[str, Doc("timm architecture name")]
-    args: Annotated[dict[str, JsonValue], Doc("further arguments, as in { img_size = 384 }")] = field(
-        default_factory=dict
-    )
+    args: Annotated[dict[str, JsonValue], Doc("arguments, as in { img_size = 384 }")] = field(default_factory=dict)
     weights: Annotated[
         str,
         Doc("`hub` (timm's pretrained weights), `random`, `train` (trained first, see [dense]), or a file or folder"),
@@ -59,9 +57,7 @@ class QuantizeTable:
 class ExportTable(ExportOptions):
     """Which files are exported, and how."""
 
-    formats: Annotated[tuple[str, ...], Doc("onnx, openvino, trt, trt-rtx; each uses the options that apply")] = (
-        "onnx",
-    )
+    formats: Annotated[tuple[str, ...], Doc("onnx, openvino, trt, trt-rtx; each uses what applies")] = ("onnx",)
 
 
 @dataclass(frozen=True)
@@ -70,9 +66,7 @@ class ProtocolTable:
 
     protocol: Annotated[Literal["paper", "robust"], Doc("`vitcompress bench --help` describes both")] = "robust"
     batch: Annotated[Positive | None, Doc("images per call; None: the protocol's value")] = None
-    warmup: Annotated[int | None, Ge(0), Le(2**20), Doc("calls before the measurement; None: the protocol's value")] = (
-        None
-    )
+    warmup: Annotated[int | None, Ge(0), Le(2**20), Doc("calls before measuring; None: the protocol's value")] = None
     runs: Annotated[Positive | None, Doc("measured calls; None: the protocol's value")] = None
 
     @property
@@ -85,10 +79,7 @@ class ProtocolTable:
 class BenchTable(ProtocolTable):
     """How the dense and the compressed model are measured."""
 
-    runtimes: Annotated[tuple[Literal["onnxruntime", "torch"], ...], Doc("that run both models")] = (
-        "onnxruntime",
-        "torch",
-    )
+    runtimes: Annotated[tuple[Literal["onnxruntime", "torch"], ...], Doc("of both models")] = ("onnxruntime", "torch")
 
 
 @dataclass(frozen=True)

@@ -171,8 +171,7 @@ def open_source(data: Any, runtime: Runtime, model: Any = None, *, once: bool = 
             len(data)
     except TypeError:  # also of a DataLoader of a stream
         message = f"the batches are a {type(data).__name__} without a length, so they cannot be read in every epoch"
-        hint = "pass a list of batches, a map-style data set, or a DataLoader of one"
-        raise InputError(message, hint=hint) from None
+        raise InputError(message, hint="pass a list of batches, a map-style data set, or a DataLoader of one") from None
     if runtime.world_size > 1:
         message = f"{runtime.world_size} processes cannot share an iterable of batches"
         raise InputError(message, hint="pass a map-style data set")

@@ -109,9 +109,7 @@ class TrainOptions:
     evaluate_every: Annotated[
         int, Ge(0), Doc("epochs between evaluations; 0: only after the last one, which always counts")
     ] = 1
-    select: Annotated[Literal["last", "best"], Doc("epoch whose weights are kept; `best` on the held-out images")] = (
-        "last"
-    )
+    select: Annotated[Literal["last", "best"], Doc("epoch whose weights are kept; `best` on held-out images")] = "last"
 
     @property
     def peak_lr(self) -> float:

@@ -106,8 +106,7 @@ def _train(
         after_epoch=after_epoch,
         parameter_groups=parameter_groups(model, settings, options.search.score_lr),
     )
-    label = "step 2, importance search"
-    context.run_training(model, images, None, settings, "search", label=label, controls=controls)
+    context.run_training(model, images, None, settings, "search", label="step 2, importance search", controls=controls)
     order = runtime.broadcast([r["removed"] for r in read_json(path) if r["removed"]] if runtime.is_main else None)
     return {
         **{kind: [sites[name].index for name in order if sites[name].kind == kind] for kind in KINDS},
