@@ -293,6 +293,23 @@ def test_timms_interface_still_works(variant: str) -> None:
     assert [site.index for site in sites_of(model, "block")] == [0, 2, 3]
 
 
+UNTRACEABLE = {"dynamic_size", "swin_dynamic"}  # timm's own models
+
+
+@pytest.mark.parametrize("variant", sorted({variant for _, variant in CONTRACTS} - UNTRACEABLE))
+def test_torch_fx_traces_what_it_could_trace_before(variant: str) -> None:
+    """torchvision's feature extractors and quantization in torch trace a model."""
+    model, x = build(variant), images(variant)
+    sliced = sliced_plan(model, variant, {"qk", "v", "mlp", "sr"}, whole_heads=False)
+    attentions = dict.fromkeys(s.attention for s in spaces_of(model).values() if s.attention)
+    for plan in (sliced, replace(sliced, padded=tuple(attentions))):
+        pruned = apply_to_copy(model, plan)
+        assert torch.equal(torch.fx.symbolic_trace(pruned)(x), pruned(x))
+    removed = {site.name: "drop" for site in sites_of(model, "attention")[:1]}
+    pruned = apply_to_copy(model, replace(contract(variant).plan, removed=removed))
+    assert torch.equal(torch.fx.symbolic_trace(pruned)(x), pruned(x))
+
+
 def test_an_attention_mask_reaches_sliced_attention_and_passes_by_removed_ones() -> None:
     model, x = edited("plain"), images("plain")
     tokens = model.forward_features(x).shape[1]

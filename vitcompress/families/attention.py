@@ -67,14 +67,16 @@ class AnyWidthAttention(nn.Module):
 
     def split_heads(self, x: Tensor) -> Tensor:
         """(batch, tokens, channels) -> (batch, heads, tokens, channels of a head)."""
-        return x.reshape(*x.shape[:2], self.num_heads, x.shape[-1] // self.num_heads).transpose(1, 2)
+        batch, tokens, channels = x.shape  # without `*`, so that torch.fx can trace it
+        return x.reshape(batch, tokens, self.num_heads, channels // self.num_heads).transpose(1, 2)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """The output, (batch, tokens, channels). options: further arguments of `scaled_dot_product_attention`."""
-        width = v.shape[-1]
+        width, qk_width = self.v_dim // self.num_heads, self.qk_dim // self.num_heads
         if self.padded:  # zeros change no product of q and k; in v they give channels that are cut off again
-            widest = max(q.shape[-1], width)
-            q, k, v = (F.pad(x, (0, widest - x.shape[-1])) if x.shape[-1] < widest else x for x in (q, k, v))
+            more = (0, abs(qk_width - width))
+            q, k = (F.pad(x, more) if qk_width < width else x for x in (q, k))
+            v = F.pad(v, more) if width < qk_width else v
         if self.training and hasattr(self, "attn_drop"):
             options["dropout_p"] = self.attn_drop.p
         x = F.scaled_dot_product_attention(q, k, v, scale=self.scale, **options)

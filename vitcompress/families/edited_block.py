@@ -93,9 +93,9 @@ class EditedBlock(nn.Module):
             y = x
             for name in branch:
                 part = getattr(self, name)
-                if isinstance(part, Tensor):  # not a Parameter in torch.func.functional_call
-                    y = y * part
-                elif part is not None:
+                if isinstance(part, nn.Module):
                     y = part(y, *args, **kwargs) if name in self.takes_arguments else part(y)
+                elif part is not None:  # a parameter, or what replaces it in torch.func.functional_call and torch.fx
+                    y = y * part
             x = x + y
         return x if self.output_act is None else self.output_act(x)
