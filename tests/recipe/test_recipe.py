@@ -269,6 +269,29 @@ def test_a_set_of_an_option_that_another_choice_disables_is_a_problem() -> None:
         load_recipe("deit_s_hetdpt", ["step.0.layers=search", "step.0.published_attention=[1]"])
 
 
+@pytest.mark.parametrize(
+    ("assignment", "other", "reason"),
+    [
+        ("lr=0.1", "lr_base=0.1", "lr_base is set"),
+        ("min_lr=0.0", "schedule=constant", "schedule is 'constant'"),
+        ("alpha=0.3", "distillation=none", "distillation is 'none'"),
+        ("label_weight=0.3", "distillation=none", "distillation is 'none'"),
+        ("temperature=2.0", "distillation=hard", "distillation is 'hard'"),
+        ("patch_weight=0.1", "distillation=soft", "distillation is 'soft'"),
+        ("teacher_smoothing=0.1", "distillation=soft", "distillation is 'soft'"),
+    ],
+)
+def test_a_set_of_a_training_option_that_another_one_disables_is_a_problem(
+    file: Path, assignment: str, other: str, reason: str
+) -> None:
+    used = ["finetune.teacher=dense", "finetune.distillation=soft_patch", f"finetune.{assignment}"]
+    if "teacher_smoothing" in assignment:
+        used[1] = "finetune.distillation=hard"
+    load_recipe(str(file), used)
+    (problem,) = problems(file, SMALL, *used, f"finetune.{other}")
+    assert problem == f"--set finetune.{assignment}   has no effect: {reason}"
+
+
 def test_another_model_starts_without_the_arguments_of_the_recipe(file: Path) -> None:
     file.write_text(SMALL.replace("[[step]]", "[model.args]\nimg_size = 32\nnum_heads = 2\n\n[[step]]", 1))
     assert load_recipe(str(file)).model.args == {"img_size": 32, "num_heads": 2}

@@ -218,8 +218,7 @@ class Family(ABC):
 
     def linear_pair(self, model: nn.Module, ffn: str) -> tuple[str, str] | None:
         """Paths of the layers that `surgery.fold` multiplies, in order of use; None if there are not two."""
-        is_pair = isinstance(model.get_submodule(ffn), Mlp | GluMlp)
-        return (f"{ffn}.fc1", f"{ffn}.fc2") if is_pair else None
+        return (f"{ffn}.fc1", f"{ffn}.fc2") if isinstance(model.get_submodule(ffn), Mlp | GluMlp) else None
 
     def normalized(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
         """Path of each LayerNorm of a block whose output only linear layers read -> paths of these layers."""
@@ -282,8 +281,7 @@ def layer_problem(layer: nn.Module) -> str | None:
     """Why `layer` is no plain layer: a wrapper, as of LoRA, another class, or computed weights."""
     if type(layer) not in LAYERS:
         return None if is_empty(layer) else f"is a {type(layer).__name__}; use a plain layer"
-    stored = "weight" in dict(layer.named_parameters())
-    return None if stored else COMPUTED
+    return None if "weight" in dict(layer.named_parameters()) else COMPUTED
 
 
 def norm_problem(norm: nn.Module) -> str | None:

@@ -178,8 +178,7 @@ def _notes(job: Job) -> Iterator[str]:
     if is_downloaded(job):
         teacher = f"the teacher {job.recipe.finetune.teacher} from timm's hub"
         yield f"A run first downloads the weights of {teacher}; --set finetune.teacher_weights=FILE avoids it."
-    known = "img_size" in allowed_arguments(job.resolved.arch)
-    size = "img_size=N" if known else f"{OVERLAY}.input_size=[3,N,N]"
+    size = "img_size=N" if "img_size" in allowed_arguments(job.resolved.arch) else f"{OVERLAY}.input_size=[3,N,N]"
     defaults = [setting.name for setting in job.resolved.settings if DEFAULT in setting.source]
     crop = CROP if PIXELS.keys() & set(defaults) else {}  # who states mean and std knows the preprocessing
     state = {"img_size": f"--set model.args.{size}", "num_heads": "--set model.args.num_heads=N", **PIXELS, **crop}

@@ -89,8 +89,7 @@ def evaluate_models(job: Job) -> None:
 
 def _models(job: Job) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
     """One after the other, so that only one is in memory."""
-    folders = {"dense": job.dense_folder, "compressed": job.folder, "control": job.files.control}
-    for name, folder in folders.items():
+    for name, folder in {"dense": job.dense_folder, "compressed": job.folder, "control": job.files.control}.items():
         if RunFolder(folder).plan.is_file():
             yield name, load_model(folder, job.runtime.device)
     for path, device in runnable_files(job, "model").values():

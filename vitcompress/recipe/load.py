@@ -67,7 +67,7 @@ def build_recipe(source: str, data: dict[str, object], sets: Sequence[str] = ())
     recipe = None if tables is None else Recipe(steps=steps, **vars(tables))
     if recipe is not None:
         problems += _contradictions(recipe)
-        problems += [] if problems else _ineffective(sets, steps)
+        problems += [] if problems else _ineffective(sets, recipe)
     if problems or recipe is None:
         raise RecipeError(source, problems, hint=keys_hint(problems, raw_steps))
     return recipe
@@ -154,17 +154,19 @@ def _contradictions(recipe: Recipe) -> list[str]:
     return problems
 
 
-def _ineffective(sets: Sequence[str], steps: Sequence[Step]) -> list[str]:
+def _ineffective(sets: Sequence[str], recipe: Recipe) -> list[str]:
     """Assignments to options that a recipe holds for another choice, such as `collection` beside published layers."""
     problems: list[str] = []
     for assignment in sets:
-        table, number, option = [*_path(assignment.partition("=")[0]), None, None, None][:3]
-        if table == "step" and isinstance(number, int) and not assignment.endswith("="):
+        table, *path = _path(assignment.partition("=")[0])
+        unused = getattr(getattr(recipe, table, None), "unused", {})
+        if path and isinstance(path[0], int):
             from vitcompress.methods.table import find_method  # imports torch
 
-            unused = find_method(steps[number].method).describe(steps[number].options).unused
-            if option in unused:
-                problems.append(f"--set {assignment}   has no effect: {unused[option]}")
+            step = recipe.steps[path.pop(0)]
+            unused = find_method(step.method).describe(step.options).unused
+        if path and path[0] in unused and not assignment.endswith("="):
+            problems.append(f"--set {assignment}   has no effect: {unused[path[0]]}")
     return problems
 
 

@@ -117,6 +117,21 @@ class TrainOptions:
         return self.lr if self.lr_base is None else self.lr_base * self.batch_size / 512
 
     @property
+    def unused(self) -> dict[str, str]:
+        """Options that differ from the defaults and have no effect beside the others -> the reason."""
+        kind = f"distillation is {self.distillation!r}"
+        rules = (
+            (self.lr_base is not None, "lr_base is set", ("lr",)),
+            (self.schedule == "constant", "schedule is 'constant'", ("min_lr",)),
+            (self.distillation == "none", kind, ("alpha", "label_weight")),
+            (self.distillation in ("none", "hard"), kind, ("temperature",)),  # with features, [quantize] uses it
+            (self.distillation != "soft_patch", kind, ("patch_weight",)),
+            (self.distillation != "hard", kind, ("teacher_smoothing",)),
+        )
+        reasons = {name: reason for holds, reason, names in rules if holds for name in names}
+        return {name: reasons[name] for name in reasons if getattr(self, name) != getattr(TrainOptions, name)}
+
+    @property
     def share_of_labels(self) -> float:
         """Weight of the labels beside a teacher."""
         return 1 - self.alpha if self.label_weight is None else self.label_weight
