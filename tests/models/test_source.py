@@ -141,6 +141,31 @@ def test_a_number_of_heads_may_fit_only_the_sizes_of_the_weights(
         resolve_model(arch, {"num_heads": wrong}, tmp_path / "b.pth")
 
 
+PVT = ("pvt_v2_b0", MODELS["pvt"][1] | MODELS["pvt"][2])
+
+
+@pytest.mark.parametrize(
+    ("stated", "size"),
+    [({"img_size": 64}, (3, 64, 64)), ({"input_size": [3, 64, 96]}, (3, 64, 96)), ({"img_size": 224}, (3, 224, 224))],
+)
+def test_a_script_states_the_image_size_of_a_model_without_an_argument_for_it(
+    stated: dict, size: tuple[int, ...], tmp_path: Path
+) -> None:
+    saved(tmp_path / "own.pth", *PVT, Namespace(model=PVT[0], model_kwargs=PVT[1], **stated))
+    resolved = resolve_model(PVT[0], {}, tmp_path / "own.pth")
+    model = create_model(resolved.arch, resolved.arch_args, tmp_path / "own.pth")
+    assert input_config(model).size == size
+    assert ("pretrained_cfg_overlay" in resolved.arch_args) == (size[-1] != 224)  # timm's default is no argument
+    sources = {setting.name: setting.source for setting in resolved.settings}
+    assert sources["img_size"].startswith("the checkpoint's args" if size[-1] != 224 else "timm's default")
+    save_model(model, tmp_path / "saved")
+    folder = resolve_model(PVT[0], {}, tmp_path / "saved")
+    assert input_config(create_model(folder.arch, folder.arch_args, tmp_path / "saved")).size == size
+    requested = {"pretrained_cfg_overlay": {"input_size": [3, 32, 32]}}
+    other = resolve_model(PVT[0], requested, tmp_path / "own.pth")
+    assert other.arch_args["pretrained_cfg_overlay"] == {"input_size": [3, 32, 32]}
+
+
 def test_the_image_size_of_an_overlay_is_stated() -> None:
     """PVTv2 has no argument for it."""
     args = {"pretrained_cfg_overlay": {"input_size": [3, 64, 64]}}

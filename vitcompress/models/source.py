@@ -101,7 +101,12 @@ def resolve_model(
     if classes:
         chosen["num_classes"], sources["num_classes"] = classes, "the data"
     overlay: dict[str, Any] = dict(args.get(create.OVERLAY) or {})  # type: ignore[call-overload]
+    sized = {"img_size": RECIPE} if "input_size" in overlay else {}
     try:
+        if not sized and (size := file.stated.get("img_size")) and "img_size" not in sources:  # PVTv2 has no argument
+            channels, *sides = create.input_config(create_blank(arch, chosen)).size
+            if (own_sides := list(size) if isinstance(size, list | tuple) else [size, size]) != sides:
+                overlay["input_size"], sized = [channels, *own_sides], {"img_size": file.stated_in}
         blank = create_blank(arch, {**chosen, create.OVERLAY: overlay} if overlay else chosen)
         if sources.get("num_heads") == ASSUMED and int(getattr(blank, "num_classes", 0)):
             create.check_classifier(arch, chosen, blank)  # timm builds Eva with any number of heads
@@ -127,7 +132,7 @@ def resolve_model(
     if class_names and len(names) != count:
         raise InputError(f"{len(names)} class names, but the model has {count} classes", hint=CLASSES_HINT)
     names = names if len(names) == count else ()
-    sources |= {"model": FROM_RECIPE, **origins, **({"img_size": RECIPE} if "input_size" in overlay else {})}
+    sources |= {"model": FROM_RECIPE, **origins, **sized}
     settings = tuple(
         Setting(name, value, sources.get(name, DEFAULT).replace(DEFAULT, f"{DEFAULT} for {arch}"))
         for name, value in {"model": arch, **_facts(blank), **values}.items()
