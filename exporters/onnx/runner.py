@@ -162,8 +162,7 @@ class OnnxRunner(Runner):
         binding.bind_input(self._input.name, place, index, data.dtype.type, source.shape, source.data_ptr())
         binding.bind_output(self._output.name, place, index, output.dtype.type, logits.shape, logits.data_ptr())
         graph = str(next(self._graph_numbers)) if recorded else NO_GRAPH
-        options = self._run_options(graph, wait=self._stream is None)
-        run = partial(self.session.run_with_iobinding, binding, options)
+        run = partial(self.session.run_with_iobinding, binding, self._run_options(graph, wait=self._stream is None))
         if self._stream is None:
             return BoundCall(run, source, logits)
         torch.cuda.synchronize(source.device)

@@ -149,8 +149,7 @@ def _image_folder(options: DataOptions) -> Splits:
     _check_classes(str(folder), classes, None)
     parts, skip = (folder, _part(options)), options.broken == "skip"
     train, test = (FolderImages(part, classes, skip_broken=skip) for part in parts)
-    name = str(user_path(options.path or ""))
-    return Splits(name, classes, train, test=test, skipped=train.skipped + test.skipped)
+    return Splits(str(user_path(options.path or "")), classes, train, test=test, skipped=train.skipped + test.skipped)
 
 
 def _part(options: DataOptions, *, train: bool = False) -> Path:

@@ -180,8 +180,7 @@ def drop_path(module: nn.Module, rate: float) -> Iterator[None]:
                     stack.callback(setattr, child, "drop_prob", child.drop_prob)
                     child.drop_prob = share
                 elif share:  # before any other hook, which may replace the whole branch
-                    hook = child.register_forward_hook(partial(_drop_output, share), prepend=True)
-                    stack.callback(hook.remove)
+                    stack.callback(child.register_forward_hook(partial(_drop_output, share), prepend=True).remove)
         yield
 
 
