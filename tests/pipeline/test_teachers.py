@@ -8,6 +8,7 @@ import timm
 import torch
 from click.testing import CliRunner
 from command_line import begin, expect_error, recipe_with
+from safetensors.torch import load_file, save_file
 from whole_runs import ARCH, ARGS
 
 from vitcompress.cli import main
@@ -56,8 +57,15 @@ def test_weights_of_another_teacher() -> None:
 
 def test_weights_of_a_teacher_show_its_sizes() -> None:
     """As those of the dense model do; arguments after the name state what they do not show."""
-    weights = RunFolder(Path(teacher_run(embed_dim=40, num_heads=5))).weights
-    words = ("recipe", "small.toml", *taught_by(f"finetune.teacher_weights={weights}", f"finetune.teacher={ARCH}"))
+    saved = RunFolder(Path(teacher_run(embed_dim=40, num_heads=5))).weights  # its plan states everything
+    known = taught_by(f"finetune.teacher_weights={saved}", f"finetune.teacher={ARCH}")
+    assert CliRunner().invoke(main, ["recipe", "small.toml", *known, "--dry-run"]).exit_code == 0
+    save_file(load_file(saved), "plain.safetensors")
+    words = (
+        "recipe",
+        "small.toml",
+        *taught_by("finetune.teacher_weights=plain.safetensors", f"finetune.teacher={ARCH}"),
+    )
     assert f"{ARCH}?num_heads=4" in expect_error(*words)
     done = CliRunner().invoke(main, [*words[:-1], f"finetune.teacher='{ARCH}?num_heads=5'", "--dry-run"])
     assert done.exit_code == 0, done.output
