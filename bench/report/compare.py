@@ -88,8 +88,7 @@ def _accuracy(report: Report, model: Model = "compressed") -> AccuracyRecord | N
 def _speed(report: Report) -> tuple[str, RatioRecord] | None:
     """Runtime, and the speed of the compressed over the dense model in it, measured first, undisturbed if any was."""
     entries = sorted(report.get("bench") or (), key=lambda entry: bool(entry["disturbed"]))
-    measured = (pair for entry in entries for pair in pairs(entry))
-    return next(((a["runtime"], ratio) for a, _, ratio in measured), None)
+    return next(((a["runtime"], ratio) for entry in entries for a, _, ratio in pairs(entry)), None)
 
 
 def _gap(report: Report) -> str:

@@ -182,8 +182,7 @@ def create_node(
     kind: str, inputs: Sequence[ir.Value | None], name: str, like: ir.Value, shape: ir.Shape, **attributes: Any
 ) -> ir.Node:
     """A node with one output `name`, which has the type of `like` and `shape`."""
-    output = ir.Value(name=name, type=like.type, shape=shape)
-    return ir.node(kind, inputs, attributes, name=name, outputs=[output])
+    return ir.node(kind, inputs, attributes, name=name, outputs=[ir.Value(name=name, type=like.type, shape=shape)])
 
 
 def _with_dim(value: ir.Value, rows: Rows) -> ir.Shape:

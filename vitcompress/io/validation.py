@@ -120,9 +120,7 @@ def _describe(item: Any, root: type[BaseModel]) -> str:
         return f"got {seen}, expected one of {', '.join(choices)}{did_you_mean(str(value), choices)}"
     if kind.startswith("missing"):
         return "is missing"
-    if kind in KINDS:
-        return f"got {seen}, expected {KINDS[kind]}"
-    return f"got {seen}: {item['msg']}"
+    return f"got {seen}, expected {KINDS[kind]}" if kind in KINDS else f"got {seen}: {item['msg']}"
 
 
 def _keys(root: type[BaseModel], loc: tuple[int | str, ...]) -> Iterator[str]:

@@ -230,9 +230,7 @@ def load_class_names(path: Path) -> tuple[str, ...]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", "it is no UTF-8 text")
         raise InputError(f"{path} cannot be read: {reason}", hint=CLASSES_HINT) from None
-    names = read_json(path) if text.lstrip().startswith("[") else [line.strip() for line in text.splitlines()]
-    if names and not names[-1]:  # an empty last line
-        names = names[:-1]
+    names = read_json(path) if text.lstrip().startswith("[") else [line.strip() for line in text.rstrip().splitlines()]
     if not names or not all(isinstance(name, str) and name for name in names):
         raise InputError(f"{path} contains an empty line, or no names", hint=CLASSES_HINT)
     return tuple(names)

@@ -137,8 +137,7 @@ def product(first: nn.Linear, second: nn.Linear) -> tuple[Tensor, Tensor | None]
 
 def _exact(tensor: Tensor) -> Tensor:
     """`tensor` in float64; on the CPU if its device does not support float64 (MPS)."""
-    device = torch.device("cpu") if tensor.device.type == "mps" else tensor.device
-    return tensor.detach().to(device, torch.float64)
+    return tensor.detach().to("cpu" if tensor.device.type == "mps" else tensor.device, torch.float64)
 
 
 def _linear_layers(model: nn.Module, family: Family, name: str) -> list[nn.Linear]:

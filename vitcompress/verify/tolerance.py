@@ -84,8 +84,7 @@ class Rounding:
 @torch.no_grad()
 def reference(model: nn.Module, images: Tensor) -> Reference:
     """Evaluate `model` in float64 on `images`, (count, channels, height, width), and derive its tolerance."""
-    tolerance = _arithmetic_limit(model, images).logit
-    return Reference(exact_logits(model, images), tolerance, _model_roundoff(model))
+    return Reference(exact_logits(model, images), _arithmetic_limit(model, images).logit, _model_roundoff(model))
 
 
 @torch.no_grad()
