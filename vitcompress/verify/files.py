@@ -38,7 +38,8 @@ def check_file(path: Path, original: PlannedOriginal) -> tuple[list[Check], File
         contents = contents_of(path)
         checks.append(metadata_check(path, original, contents))
         if contents is not None:
-            checks.append(compare_contents(contents, original).check(name))
+            tensors = compare_contents(contents, original)
+            checks.append(tensors.check(name))
     except MissingExtraError as error:
         checks.append(original.not_run(name, path, error.sentence()))
     except InputError as error:
