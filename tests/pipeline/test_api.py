@@ -33,6 +33,7 @@ from vitcompress.methods.base import Measured
 from vitcompress.methods.table import METHODS
 from vitcompress.pipeline import api
 from vitcompress.pipeline.latency import LatencyClock
+from vitcompress.training.options import Augmentation
 
 ARGS: dict[str, Any] = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 2, "num_heads": 2}
 FINE = {"residual": 2, "ffn": 2, "head_dim": 2}
@@ -472,6 +473,8 @@ def test_settings_of_batches() -> None:
         for smoothing in (0.0, 0.5)
     )
     assert plain != smooth
+    as_object = Augmentation(smoothing=0.5)
+    assert vc.finetune(model(), batches(), epochs=1, augmentation=as_object).history[0]["loss"] == smooth
     with pytest.raises(InputError, match="accumulate 8 is more than the 4 batches"):
         vc.finetune(model(), batches(), epochs=1, accumulate=8)
 

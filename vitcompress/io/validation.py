@@ -3,7 +3,7 @@
 import json
 import typing
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from typing import Any, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -72,10 +72,12 @@ def validate_options(kind: type[Any], values: Mapping[str, object], prefix: str,
 def options_of(kind: type[Any], values: Mapping[str, object], what: str) -> Any:
     """An instance of the dataclass `kind` from keyword arguments, validated like a table of a recipe.
 
-    Raises InputError, which lists all unknown names and all values of another type or out of range.
+    Nested tables are dictionaries or dataclasses. Raises InputError, which lists all unknown names and all values of
+    another type or out of range.
     """
     problems: list[str] = []
-    options = validate_options(kind, dict(values), "  ", problems)
+    plain = {name: asdict(v) if is_dataclass(v) and not isinstance(v, type) else v for name, v in values.items()}
+    options = validate_options(kind, plain, "  ", problems)
     if options is None:
         lines = "\n".join(problems)
         hint = f"options: {', '.join(field.name for field in fields(kind))}"
