@@ -270,20 +270,22 @@ def test_a_requested_image_size_resamples(tmp_path: Path) -> None:
     saved(tmp_path / "a.pth", options={"num_heads": 4})
     resolved = resolve_model(VIT, {"img_size": 48}, tmp_path / "a.pth")
     assert resolved.arch_args["img_size"] == 48
-    assert resolved.resampled == ("pos_embed from (1, 10, 16) to (1, 37, 16)",)
-    create_model(VIT, resolved.arch_args, tmp_path / "a.pth")
-    assert not resolve_model(VIT, {"img_size": [24, 24]}, tmp_path / "a.pth").resampled
+    model = create_model(VIT, resolved.arch_args, tmp_path / "a.pth")
+    assert model.get_parameter("pos_embed").shape == (1, 37, 16)
+    same = create_model(VIT, resolve_model(VIT, {"img_size": [24, 24]}, tmp_path / "a.pth").arch_args)
+    assert same.get_parameter("pos_embed").shape == (1, 10, 16)
     saved(tmp_path / "wide.pth", args={**OWN, "img_size": (24, 32)}, options={"num_heads": 4})
     with pytest.raises(WeightsError, match="would be resampled"):
         resolve_model(VIT, {}, tmp_path / "wide.pth")
-    assert not resolve_model(VIT, {"img_size": [24, 32]}, tmp_path / "wide.pth").resampled
+    wide = create_model(VIT, resolve_model(VIT, {"img_size": [24, 32]}, tmp_path / "wide.pth").arch_args)
+    assert wide.get_parameter("pos_embed").shape == (1, 13, 16)
 
 
 def test_the_size_of_weights_from_the_hub_is_checked() -> None:
     for size in (48, [48, 48]):
-        tables = resolve_model(VIT, {"img_size": size, "depth": 1}, "hub").resampled
-        assert tables == ("pos_embed from (1, 197, 192) to (1, 10, 192)",)
-    assert not resolve_model(VIT, {"depth": 1}, "hub").resampled
+        model = create_model(VIT, resolve_model(VIT, {"img_size": size, "depth": 1}, "hub").arch_args)
+        assert model.get_parameter("pos_embed").shape == (1, 10, 192)
+    assert "img_size" not in resolve_model(VIT, {"depth": 1}, "hub").arch_args
     overlay = {"pretrained_cfg_overlay": {"input_size": [3, 48, 48]}}
     with pytest.raises(WeightsError, match=r"the image size of hub is unknown: pos_embed .* would be resampled"):
         resolve_model(VIT, overlay, "hub")

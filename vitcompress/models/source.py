@@ -60,9 +60,8 @@ class ResolvedModel:
 
     arch_args: those of the recipe, and what differs from timm's defaults. Preprocessing and class names are in timm's
     `pretrained_cfg_overlay`, so they are part of the plan. settings: everything that the model depends on, to show.
-    class_names: of the weights, or of the user; empty if unknown. resampled: position tables that are interpolated
-    because model.args requests another image size than that of the weights. part: the key of the checkpoint.
-    weights: on the hub with the revision.
+    class_names: of the weights, or of the user; empty if unknown. part: the key of the checkpoint. weights: on the hub
+    with the revision.
     """
 
     arch: str
@@ -70,7 +69,6 @@ class ResolvedModel:
     weights: str
     settings: tuple[Setting, ...] = ()
     class_names: tuple[str, ...] = ()
-    resampled: tuple[str, ...] = ()
     part: str | None = None
 
 
@@ -115,9 +113,9 @@ def resolve_model(
             raise
         hint = "the weights do not show the number of heads: set it, as in --set model.args.num_heads=4"
         raise InputError(error.message, hint=hint) from None
-    requested = bool(own.keys() & {"img_size", "window_size"})
-    hub = create_blank(arch, {}).state_dict() if str(weights) == "hub" else {}
-    resampled = _resampled(shapes_of(file.tensors or hub), shapes_of(blank.state_dict()), requested, weights)
+    if not own.keys() & {"img_size", "window_size"}:
+        hub = create_blank(arch, {}).state_dict() if str(weights) == "hub" else {}
+        _check_positions(shapes_of(file.tensors or hub), shapes_of(blank.state_dict()), weights)
     about, count = create.input_config(blank), int(getattr(blank, "num_classes", 0))
     default = {name: getattr(about, name) for name in NAMES}
     changes = (preprocessing or Preprocessing()).changes_for(about.size[0], arch)
@@ -138,7 +136,7 @@ def resolve_model(
         for name, value in {"model": arch, **_facts(blank), **values}.items()
     )
     complete = create.with_class_names({**chosen, create.OVERLAY: overlay}, names or overlay.get(create.LABELS, ()))
-    return ResolvedModel(arch, complete, file.weights or str(weights), settings, names, resampled, file.part)
+    return ResolvedModel(arch, complete, file.weights or str(weights), settings, names, file.part)
 
 
 def _merge(layers: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -190,15 +188,14 @@ def _arguments(
     return {**differing, **own}, {"num_heads": ASSUMED, **sources}
 
 
-def _resampled(shapes: Shapes, model: Shapes, requested: bool, weights: str | Path) -> tuple[str, ...]:
-    """Position tables that get another size. Raises WeightsError if the recipe requests none."""
-    tables = {name: shapes[name] for name in model.keys() & shapes.keys() if POSITIONS.search(name)}
-    resized = {name: old for name, old in tables.items() if old != (new := model[name]) and old[-1] == new[-1]}
-    lines = sorted(f"{name} from {old} to {model[name]}" for name, old in resized.items())
-    if lines and not requested:
-        hint = "set the image size of the training, as in --set model.args.img_size=[48,96]"
-        raise WeightsError(f"the image size of {weights} is unknown: {lines[0]} would be resampled", hint=hint)
-    return tuple(lines)
+def _check_positions(shapes: Shapes, model: Shapes, weights: str | Path) -> None:
+    """Raise WeightsError if `model` has position tables of another size than the weights."""
+    for name in sorted(name for name in model.keys() & shapes.keys() if POSITIONS.search(name)):
+        old, new = shapes[name], model[name]
+        if old != new and old[-1] == new[-1]:
+            hint = "set the image size of the training, as in --set model.args.img_size=[48,96]"
+            change = f"{name} from {old} to {new} would be resampled"
+            raise WeightsError(f"the image size of {weights} is unknown: {change}", hint=hint)
 
 
 def _facts(blank: nn.Module) -> dict[str, object]:
