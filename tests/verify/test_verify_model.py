@@ -15,7 +15,7 @@ from vitcompress.exporters.onnx.export import export
 from vitcompress.io.checks import Check
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import load_tensors, save_tensors
-from vitcompress.models.checkpoint import load_model, save_standard, write_model
+from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.create import input_config
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply_to_copy
@@ -69,7 +69,6 @@ def folder(tmp_path: Path) -> Path:
     plan = replace(row.plan, removed={"blocks.1": "drop"}, standard=goal)
     model = apply_to_copy(build("plain", depth=3, dtype=torch.float32), plan)
     write_model(tmp_path, model, plan)
-    save_standard(tmp_path, model, plan)
     return tmp_path
 
 

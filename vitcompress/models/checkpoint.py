@@ -47,8 +47,10 @@ def prune(model: nn.Module, plan: Plan) -> nn.Module:
 def write_model(folder: Path, model: nn.Module, plan: Plan) -> None:
     """Write plan and weights, which `load_model` loads, and where the plan names one, the standard model."""
     files = RunFolder(folder)
-    if plan.standard:
-        save_standard(folder, model, plan)
+    if plan.standard:  # for `timm.create_model(arch, checkpoint_path=..., **args)`
+        standard = standard_model(model, plan)
+        metadata = {"arch": plan.standard["arch"], "args": json.dumps(plan.standard["args"])}
+        save_tensors(files.standard, family_of(standard).timm_state(standard), metadata)
     save_tensors(files.weights, model.state_dict(), {"plan": plan.digest})
     write_text(files.plan, plan.to_json())
 
@@ -211,10 +213,3 @@ def _standard_paths(model: nn.Module, family: Family) -> dict[str, str]:
     if unfinished := [stage for stage, (attentions, ffns) in counts.items() if attentions > ffns]:
         raise PlanError(f"the last block of {unfinished[0]} has no FFN")
     return paths
-
-
-def save_standard(folder: Path, model: nn.Module, plan: Plan) -> None:
-    """Write the weights so that `timm.create_model(arch, checkpoint_path=..., **args)` loads them. Raises PlanError."""
-    standard = standard_model(model, plan)
-    metadata = {"arch": plan.standard["arch"], "args": json.dumps(plan.standard["args"])}
-    save_tensors(RunFolder(folder).standard, family_of(standard).timm_state(standard), metadata)
