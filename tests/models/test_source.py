@@ -231,7 +231,8 @@ def test_preprocessing_is_that_of_the_training(tmp_path: Path) -> None:
             model=VIT, num_heads=4, mean=tuple(IMAGENET), std=None, crop_pct=1.0, best=np.float64(1), out=PosixPath("x")
         ),
     )
-    resolved = resolve_model(VIT, {}, path, preprocessing=Preprocessing(crop_pct=0.8, crop_mode="center"))
+    user = Preprocessing(crop_pct=0.8, crop_mode="center")
+    resolved = resolve_model(VIT, {}, path, preprocessing={"the user": user})
     assert resolved.arch_args["pretrained_cfg_overlay"] == {"mean": IMAGENET, "crop_pct": 0.8}
     sources = {setting.name: setting.source for setting in resolved.settings}
     assert [sources[name] for name in ("mean", "std", "crop_pct")] == [

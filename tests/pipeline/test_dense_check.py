@@ -176,7 +176,9 @@ def test_a_problem_that_several_checks_see_is_listed_once() -> None:
 
 
 def test_what_weights_state_that_cannot_be_read_is_no_note() -> None:
-    result = run("--dry-run", "--weights", "nothing.pth", code=2)
+    result = run("--dry-run", "--weights", "nothing.pth", "--set", "data.std=[0.5]", "--mean", "0.5", code=2)
+    sources = {row["name"]: row["source"] for row in result["settings"]}
+    assert (sources["mean"], sources["std"]) == ("the user", "the recipe")
     assert f"no weights at {Path('nothing.pth').absolute()}" in result["missing"][0]
     assert not any("do not state" in note for note in result["notes"])
 

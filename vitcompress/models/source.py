@@ -77,16 +77,16 @@ def resolve_model(
     args: Mapping[str, object],
     weights: str | Path = "random",
     *,
-    preprocessing: Preprocessing | None = None,
+    preprocessing: Mapping[str, Preprocessing] | None = None,
     classes: int | None = None,
     class_names: Sequence[str] = (),
 ) -> ResolvedModel:
     """Complete the arguments of a recipe with what its weights state.
 
-    args: of the recipe; they decide what the weights leave open. preprocessing: the user's values. classes: number of
-    classes of the data; None: that of the weights. class_names: the user's. Raises InputError if timm cannot build the
-    model, or `class_names` has another length, and WeightsError for weights that cannot be read, contradict `args`, or
-    are of another architecture.
+    args: of the recipe; they decide what the weights leave open. preprocessing: source -> its values, of which the
+    last ones count. classes: number of classes of the data; None: that of the weights. class_names: the user's. Raises
+    InputError if timm cannot build the model, or `class_names` has another length, and WeightsError for weights that
+    cannot be read, contradict `args`, or are of another architecture.
     """
     if arch.startswith(HUB):
         arch, weights = "", arch if str(weights) == "hub" else weights
@@ -118,12 +118,12 @@ def resolve_model(
         _check_positions(shapes_of(file.tensors or hub), shapes_of(blank.state_dict()), weights)
     about, count = create.input_config(blank), int(getattr(blank, "num_classes", 0))
     default = {name: getattr(about, name) for name in NAMES}
-    changes = (preprocessing or Preprocessing()).changes_for(about.size[0], arch)
+    changes = {source: own.changes_for(about.size[0], arch) for source, own in (preprocessing or {}).items()}
     # A training script that names another model uses the defaults of that model.
     trained = str(file.stated.get("model", arch))
     other = timm.is_model(trained) and trained.split(".")[0] != arch.split(".")[0] and timm.get_pretrained_cfg(trained)
     stated = {**(other.to_dict() if other else {}), **file.stated}
-    layers = {DEFAULT: default, file.stated_in: stated, RECIPE: overlay, USER: changes}
+    layers = {DEFAULT: default, file.stated_in: stated, RECIPE: overlay, **changes}
     values, origins = _merge({s: {n: _plain(v) for n, v in t.items() if n in NAMES} for s, t in layers.items()})
     overlay |= {name: value for name, value in values.items() if value != _plain(default[name])}
     names = tuple(class_names) or file.class_names

@@ -252,19 +252,14 @@ def _resolve(recipe: Recipe, options: RunOptions, data: Splits | None) -> tuple[
     if table.classes not in (None, classes):
         raise InputError(f"model.classes is {table.classes}, the data has {classes}", hint="leave model.classes out")
     names = load_class_names(Path(table.class_names)) if table.class_names else ()
-    user: Any = {"preprocessing": recipe.data, "classes": classes, "class_names": names}
+    preprocessing = {FROM_RECIPE: recipe.data, USER: options.preprocessing}
+    user: Any = {"preprocessing": preprocessing, "classes": classes, "class_names": names}
     try:
         resolved = resolve_model(table.name, table.args, table.weights, **user)
     except WeightsError as problem:
         dense = RunFolder(dense_folder(recipe, options.folder(recipe))).plan
         plan = read_plan(dense) if dense.is_file() and not options.fresh else Plan(table.name, table.args)
         return resolve_model(plan.arch, plan.arch_args, **user), problem
-    own = options.preprocessing.changes()  # the others are of the recipe
-    settings = tuple(
-        replace(setting, source=FROM_RECIPE) if setting.source == USER and setting.name not in own else setting
-        for setting in resolved.settings
-    )
-    resolved = replace(resolved, settings=settings)
     if data is not None and {*data.classes} == {*resolved.class_names} and data.classes != resolved.class_names:
         first = next(pair for pair in zip(data.classes, resolved.class_names, strict=True) if pair[0] != pair[1])
         message = "the data has {!r} where the classifier has {!r}".format(*first)
