@@ -367,6 +367,6 @@ def test_the_error_is_at_most_the_share_and_evaluations_add(evaluations: int, er
     original: Any = Original(torch.nn.Identity(), torch.zeros(5, 1))
     vars(original).update(exact=lambda images: exact, rounding=lambda images, kind: Rounding(9.0, 1.0, 0.0))
     calls = [(torch.arange(5), exact.float())]
-    checks = outputs._call_checks("x", original, original.images, calls, (("fp32",), evaluations), "s")
+    checks = outputs._call_checks("x", original, original.images, calls, ["fp32"], evaluations, "s")
     limits = {check.name.rpartition(".")[2]: check.tolerance for check in checks}
     assert (limits["error"], limits["kl"]) == pytest.approx((error, kl))

@@ -261,21 +261,22 @@ def _metadata(path: Path) -> Mapping[str, Any]:
 
 def _runner_checks(path: Path, original: Original, runner: Runner) -> list[Check]:
     about = runner.describe()
-    preprocessing, settings = runner.input if about.get("input_type") == "uint8" else None, _quantization(path)
+    settings = read_quantization(_metadata(path) or decode_json_values(read_sidecar(path).get("metadata", {})))
+    preprocessing = runner.input if about.get("input_type") == "uint8" else None
     images = original.rounded_to_bytes(preprocessing) if preprocessing else original.images
     batches = _batches(path, original, runner)
     calls = [(rows, runner(images[rows])) for rows in _rows(batches, len(images))]
-    stated = str(about["precision"])
-    precision, evaluations = stated if stated in SHARES else "fp32", 0
+    stated, on_cpu = str(about["precision"]), about["device"] == "cpu"
+    precision = stated if stated in SHARES else "fp32"
     if settings:
+        kinds: list[Kind] = [settings, "bf16"] if stated.endswith("+bf16") else [settings]
         evaluations = 1
-    elif precision == "fp32" and about["device"] == "cpu":
+    else:
         # A file that takes bytes has a first convolution that was rounded once more: as in a second evaluation.
-        evaluations = 2 if preprocessing else 1
+        kinds, evaluations = [precision], (2 if preprocessing else 1) if precision == "fp32" and on_cpu else 0
     source = f"{stated} in {about['runtime']} on {about['device']}, batch {', '.join(map(str, batches))}"
-    kinds = (settings, "bf16")[: 1 + stated.endswith("+bf16")] if settings else (precision,)
-    checks = _call_checks(path.name, original, images, calls, (kinds, evaluations), source)
-    if settings and precision == "int8" and about["device"] == "cpu":
+    checks = _call_checks(path.name, original, images, calls, kinds, evaluations, source)
+    if settings and precision == "int8" and on_cpu:
         checks += _arithmetic_checks(path, original, images, calls, settings)
     return checks
 
@@ -316,18 +317,13 @@ def _arithmetic_checks(
     yield check("emulation", ratio(emulated - exact, 2), limit, f"root mean square |emulated - {name}|")
 
 
-def _quantization(path: Path) -> Quantization | None:
-    """The record `quantization` in the metadata of a file and its sidecar; None for other files."""
-    return read_quantization(_metadata(path) or decode_json_values(read_sidecar(path).get("metadata", {})))
-
-
 def _call_checks(
-    name: str, original: Original, images: Tensor, calls: Calls, limits: tuple[Sequence[Kind], int], source: str
+    name: str, original: Original, images: Tensor, calls: Calls, kinds: Sequence[Kind], evaluations: int, source: str
 ) -> list[Check]:
     """Compare the outputs of calls.
 
-    calls: indices into `images`, and the logits of these images. limits: what rounds, independently, so that variances
-    add, and the number of evaluations whose rounding limits the error; 0: the share of the precision does.
+    calls: indices into `images`, and the logits of these images. kinds: what rounds, independently, so that variances
+    add. evaluations: number of those whose rounding limits the error; 0: the share of the precision does.
     """
     name, source = f"{PREFIX}{name}", source if original.real else f"{source}, on noise"
     exact = original.exact(images)
@@ -338,7 +334,6 @@ def _call_checks(
         if not torch.isfinite(logits).all():
             return [Check(name, "failed", detail=f"outputs at batch {len(logits)} are not finite; {source}")]
     rows, logits = (torch.cat(parts) for parts in zip(*calls, strict=True))
-    kinds, evaluations = limits
     roundings = [original.rounding(images, kind) for kind in kinds]
     share = math.hypot(*(SHARES[kind if isinstance(kind, str) else kind.precision] for kind in kinds))
     near = max(evaluations, 1) ** 0.5 * math.hypot(*(one.logit for one in roundings)) / largest_logit(exact)
@@ -381,9 +376,9 @@ def rounded_checks(path: Path, original: Original) -> list[Check]:
         return []
     images = original.rounded_to_bytes(input) if metadata.get("input") == "uint8" else original.images
     try:
-        settings, calls = _quantization(path), [(torch.arange(len(images)), rounded_logits(path, images))]
+        settings, calls = read_quantization(metadata), [(torch.arange(len(images)), rounded_logits(path, images))]
     except VitcompressError as error:
         return [Check(f"{PREFIX}{path.name}.rounded", "failed", detail=error.message)]
     source = f"every result rounded to {precision} in onnxruntime on cpu, a proxy for the GPU"
-    limits = ([settings], 1) if settings else ([precision], 0)
-    return _call_checks(f"{path.name}.rounded", original, images, calls, limits, source)
+    kinds: list[Kind] = [settings or precision]
+    return _call_checks(f"{path.name}.rounded", original, images, calls, kinds, 1 if settings else 0, source)
