@@ -27,23 +27,6 @@ class BoundCall:
         """Free everything that the call references; later calls raise a VitcompressError."""
         self.step, self._values = _raise_closed, ()
 
-    @staticmethod
-    def add_transfers(run: Callable[[], Tensor], images: Tensor, logits: Tensor) -> Callable[[], None]:
-        """`run` between copies of `images` from, and of its logits to, memory of the host, on the same stream.
-
-        logits: of a run, for their shape. No run waits for copies of page-locked memory.
-        """
-        on_cuda = images.device.type == "cuda"
-        source, target = (torch.empty_like(one, device="cpu", pin_memory=on_cuda) for one in (images, logits))
-        source.copy_(images)
-
-        @torch.inference_mode()
-        def step() -> None:
-            images.copy_(source, non_blocking=True)
-            target.copy_(run(), non_blocking=True)
-
-        return step
-
 
 def _raise_closed() -> None:
     raise VitcompressError("the runner of this bound call is closed", hint="bind the images with an open runner")
@@ -80,15 +63,32 @@ class QueuedCall(BoundCall):
             wall = 1000.0 * (time.perf_counter() - start)
         return [float(a.elapsed_time(b)) for a, b in pairwise(marks)], wall
 
-    @staticmethod
-    def record_graph(run: Callable[[], Tensor], stream: Any) -> Callable[[], Tensor]:
-        """`run` as a CUDA graph, recorded on `stream`. Each replay writes the tensor that `run` returned."""
-        graph: Any = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            logits = run()
 
-        def replay() -> Tensor:
-            graph.replay()
-            return logits
+def add_transfers(run: Callable[[], Tensor], images: Tensor, logits: Tensor) -> Callable[[], None]:
+    """`run` between copies of `images` from, and of its logits to, memory of the host, on the same stream.
 
-        return replay
+    logits: of a run, for their shape. No run waits for copies of page-locked memory.
+    """
+    on_cuda = images.device.type == "cuda"
+    source, target = (torch.empty_like(one, device="cpu", pin_memory=on_cuda) for one in (images, logits))
+    source.copy_(images)
+
+    @torch.inference_mode()
+    def step() -> None:
+        images.copy_(source, non_blocking=True)
+        target.copy_(run(), non_blocking=True)
+
+    return step
+
+
+def record_graph(run: Callable[[], Tensor], stream: Any) -> Callable[[], Tensor]:
+    """`run` as a CUDA graph, recorded on `stream`. Each replay writes the tensor that `run` returned."""
+    graph: Any = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        logits = run()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return logits
+
+    return replay

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitcompress.errors import DeviceError, InputError
-from vitcompress.exporters.calls import BoundCall, QueuedCall
+from vitcompress.exporters.calls import BoundCall, QueuedCall, add_transfers, record_graph
 from vitcompress.exporters.runner import Runner, RunnerOptions
 from vitcompress.io import hardware
 from vitcompress.models.create import check_images, input_config
@@ -71,7 +71,7 @@ class TorchRunner(Runner):
     def _bind(self, images: Tensor) -> BoundCall:
         resident = images.to(self._device, self._type)
         run = self._record(resident) if self._options.cuda_graph else partial(self._forward, resident)
-        step = BoundCall.add_transfers(run, resident, run()) if self._transfers else run
+        step = add_transfers(run, resident, run()) if self._transfers else run
         on_cuda = self._device.type == "cuda"
         return QueuedCall(step, torch.cuda.current_stream(self._device)) if on_cuda else BoundCall(step)
 
@@ -84,7 +84,7 @@ class TorchRunner(Runner):
         with torch.cuda.stream(side), self._apply_settings():
             for _ in range(RUNS_BEFORE_RECORDING):
                 self._call(resident)
-            replay = QueuedCall.record_graph(partial(self._call, resident), side)
+            replay = record_graph(partial(self._call, resident), side)
         torch.cuda.current_stream(self._device).wait_stream(side)
         return replay
 

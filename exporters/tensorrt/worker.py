@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vitcompress.errors import DeviceError
-from vitcompress.exporters.calls import QueuedCall
+from vitcompress.exporters.calls import QueuedCall, add_transfers, record_graph
 from vitcompress.exporters.tensorrt.flavours import FLAVOURS, RTX, create_log
 from vitcompress.exporters.tensorrt.process import receive, send
 
@@ -143,8 +143,8 @@ class Engine:
 
         enqueue()
         self._stream.synchronize()
-        run = QueuedCall.record_graph(enqueue, self._stream) if self._records else enqueue
-        step = QueuedCall.add_transfers(run, images, outputs[0]) if self._transfers else run
+        run = record_graph(enqueue, self._stream) if self._records else enqueue
+        step = add_transfers(run, images, outputs[0]) if self._transfers else run
         call = QueuedCall(step, self._stream)
         self._bindings[slot] = self._prepared = Binding(tensors, outputs[0], context, call)
         return {}, b""
