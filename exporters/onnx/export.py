@@ -7,7 +7,7 @@ import json
 import logging
 from ast import literal_eval
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -91,64 +91,69 @@ def export(
     options, path = options or ExportOptions(), Path(path)
     check_options(options)
     if options.precision in EIGHT_BITS:
-        return _export_quantized(model, path, options, form, lean=lean, reason=reason, **about)
-    opset, why = options.opset or DEFAULT_OPSET, reason or OPSETS[DEFAULT_OPSET]
-    if options.opset is not None:
-        why = OPSETS[opset]
-    elif options.precision == "bf16":
-        opset, why = BF16_FROM, f"the first with a convolution in bf16; {why}"
-    program = _trace(model, options, opset, about)
-    labels = {**_labels(model, options, about), "opset_reason": why}
-    metadata = {key: json.dumps(value) for key, value in labels.items()}
-    if lean and options.precision in HALF:
-        multiply_patches(program.model.graph)
-    _tidy(program.model, metadata, lean)
-    files = _write_checked(path, partial(program.save, external_data=external_data))
+        with TemporaryDirectory(prefix="vitcompress-") as folder:
+            source = Path(folder) / path.name
+            plain, settings = prepare_quantized(model, source, options, form, lean=lean, reason=reason, **about)
+            files = _write_checked(path, lambda target: quantize(source, target, settings, plain.metadata))
+        opset, why, metadata = plain.opset, plain.opset_reason, plain.metadata
+    else:
+        opset, why = options.opset or DEFAULT_OPSET, reason or OPSETS[DEFAULT_OPSET]
+        if options.opset is not None:
+            why = OPSETS[opset]
+        elif options.precision == "bf16":
+            opset, why = BF16_FROM, f"the first with a convolution in bf16; {why}"
+        program = _trace(model, options, opset, about)
+        labels = {**_labels(model, options, about), "opset_reason": why}
+        metadata = {key: json.dumps(value) for key, value in labels.items()}
+        if lean and options.precision in HALF:
+            multiply_patches(program.model.graph)
+        _tidy(program.model, metadata, lean)
+        files = _write_checked(path, partial(program.save, external_data=external_data))
     fields: dict[str, Any] = {"precision": options.precision, "opset": opset, "opset_reason": why, "metadata": metadata}
     return record_export(path, files, format="onnx", **fields)
 
 
 def prepare_quantized(
-    model: nn.Module, path: Path, options: ExportOptions, form: Form, **arguments: Any
+    model: nn.Module,
+    path: Path,
+    options: ExportOptions,
+    form: Form,
+    *,
+    lean: bool = True,
+    reason: str | None = None,
+    **about: Unpack[ModelInfo],
 ) -> tuple[Exported, Quantization]:
     """Write the file in fp32, with the metadata of the one in eight bits, and return what the latter computes.
 
     The classifier and the patch embedding stay in fp32, too; files that are not for TensorRT store them in fp16. Raises
     InputError without `calibrate`.
     """
-    if "calibrate" not in arguments:
+    if "calibrate" not in about:
         message = f"{options.precision} needs images of the training data to calibrate on"
         raise InputError(message, hint="export a run folder whose recipe has data, or give images")
     islands, ends = expand_layers(model, options.islands), (*classifier_layers(model), family_of(model).stem)
-    kept, stored = [*islands, *ends], ends[:-1] if options.uint8 else ends  # another patch embedding takes bytes
-    half = ("pos_embed", *(f"{layer}{WEIGHT}" for layer in stored if layer not in islands))
-    half = half if options.precision == "int8" and form != "float_bias" else ()
-    bits, factors = options.weight_bits or (8 if form == "float_bias" else 7), arguments.get("factors", {})
-    arguments["options"], rescaled = options.only({"opset", "uint8"}), rescale(model, factors)
+    factors = {name: tuple(exponents) for name, exponents in about.get("factors", {}).items()}
+    rescaled, plain_options = rescale(model, factors), options.only({"opset", "uint8"})
     if factors:  # the traces are those of the model as it is
-        arguments["traces"] = arguments.get("traces", {}).setdefault("rescaled", {})
-    plain = source = export(rescaled, path, **arguments)
-    if not arguments.get("lean", True):  # ranges are those of the tokens that are read, in every form
-        source = export(rescaled, path.with_name("lean.onnx"), **{**arguments, "lean": True})
-    ranges: Mapping[str, float] = arguments["calibrate"](source.path)
+        about["traces"] = about.get("traces", {}).setdefault("rescaled", {})
+    plain = source = export(rescaled, path, options=plain_options, lean=lean, reason=reason, **about)
+    if not lean:  # ranges are those of the tokens that are read, in every form
+        source = export(rescaled, path.with_name("lean.onnx"), options=plain_options, reason=reason, **about)
+    ranges = about["calibrate"](source.path)
     for island in options.islands:
         if not any(is_within(key, expand_layers(model, (island,))) for key in (*ranges, *ends)):
             hint = "omit it, or name linear layers"
             raise InputError(f"the island {island} has no effect in {options.precision}", hint=hint)
+    kept, half = [*islands, *ends], tuple[str, ...]()
+    if options.precision == "int8" and form != "float_bias":
+        stored = ends[:-1] if options.uint8 else ends  # another patch embedding takes bytes
+        half = ("pos_embed", *(f"{layer}{WEIGHT}" for layer in stored if layer not in islands))
     ranges = {key: size for key, size in ranges.items() if not is_within(key, kept)}
+    bits = options.weight_bits or (8 if form == "float_bias" else 7)
     settings = Quantization(options.eight_bits or "int8", ranges, form, bits, factors, half)
     changes = {"precision": options.precision, "islands": kept, "quantization": asdict(settings)}
     metadata = {**plain.metadata, **{key: json.dumps(value) for key, value in changes.items()}}
     return replace(plain, metadata=metadata), settings
-
-
-def _export_quantized(model: nn.Module, path: Path, options: ExportOptions, form: Form, **arguments: Any) -> Exported:
-    """`export` in int8 or fp8, from a file in fp32."""
-    with TemporaryDirectory(prefix="vitcompress-") as folder:
-        plain, settings = prepare_quantized(model, Path(folder) / path.name, options, form, **arguments)
-        files = _write_checked(path, lambda target: quantize(plain.path, target, settings, plain.metadata))
-    fields: dict[str, Any] = {"opset": plain.opset, "opset_reason": plain.opset_reason, "metadata": plain.metadata}
-    return record_export(path, files, format="onnx", precision=options.precision, **fields)
 
 
 def check_options(options: ExportOptions) -> None:
