@@ -88,13 +88,12 @@ def quantize(source: Path, target: Path, settings: Quantization, metadata: Mappi
     if not products:
         message = f"no linear layer is left to compute in {settings.precision}"
         raise PrecisionError(message, hint="use fewer --islands, or fp32")
-    largest, names = dict[str, float](), {node.input[1] for node, _ in products}
+    largest = dict[str, float]()
     for key, tensor in ((key, tensor) for _, inputs in products for key, tensor in inputs.items()):
         largest[tensor] = max(largest.get(tensor, 0.0), _finite(ranges[key], f"the range of the input of {key}"))
+    names = {node.input[1] for node, _ in products}
     weights = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer if tensor.name in names}
     sizes = {name: _finite(float(np.abs(values).max()), name) for name, values in weights.items()}
-    scales = {name: np.array(size / LARGEST["fp8"] or 1, np.float32) for name, size in {**largest, **sizes}.items()}
-    zero = np.zeros((), onnx.helper.tensor_dtype_to_np_dtype(onnx.TensorProto.FLOAT8E4M3FN))
     kind = QuantType.QFLOAT8E4M3FN if fp8 else QuantType.QInt8
     data = {name: TensorData(lowest=np.float32(-size), highest=np.float32(size)) for name, size in largest.items()}
     quantizer = QDQQuantizer(
@@ -113,27 +112,46 @@ def quantize(source: Path, target: Path, settings: Quantization, metadata: Mappi
             "QuantizeBias": settings.form != "float_bias",
             "OpTypesToExcludeOutputQuantization": ["Gemm", "MatMul"],
             # Its own scales in fp8 suit Gaussian values, and would cut off weights beyond 4.5 standard deviations.
-            "TensorQuantOverrides": {n: [{"scale": s, "zero_point": zero}] for n, s in scales.items()} if fp8 else {},
+            "TensorQuantOverrides": _fp8_scales({**largest, **sizes}) if fp8 else {},
         },
     )
     quantizer.quantize_model()
     quantizer.model.topological_sort()
     result = quantizer.model.model
-    # It gives the rounded values to all readers of an input, in PVTv2 also to convolutions, which stay in fp32.
-    pairs = [node for node in result.graph.node if node.op_type in ("QuantizeLinear", "DequantizeLinear")]
-    sources = {node.output[0]: node.input[0] for node in pairs}
-    wide = {name: sources[source] for name, source in sources.items() if source in sources}
-    for node in result.graph.node:
-        if node.name not in quantizer.nodes_to_quantize:
-            node.input[:] = [wide.get(name, name) for name in node.input]
+    _read_exact_values(result, quantizer.nodes_to_quantize)
     _store_in_half(result, settings.half)
     if settings.form == "unsigned_input" and not fp8:
-        zeros = {node.input[2] for node in result.graph.node if node.op_type == "QuantizeLinear"}
-        for tensor in (tensor for tensor in result.graph.initializer if tensor.name in zeros):
-            tensor.CopyFrom(numpy_helper.from_array(np.array(128, np.uint8), tensor.name))
-        del result.graph.value_info[:]  # with the types of signed inputs
+        _use_unsigned_inputs(result)
     onnx.helper.set_model_props(result, {**file.metadata(result), **(metadata or {})})
     onnx.save(result, str(target))
+
+
+def _fp8_scales(largest: Mapping[str, float]) -> dict[str, list[dict[str, np.ndarray]]]:
+    """The scales with which these largest values become the largest number of the type."""
+    zero = np.zeros((), onnx.helper.tensor_dtype_to_np_dtype(onnx.TensorProto.FLOAT8E4M3FN))
+    scales = {name: np.array(size / LARGEST["fp8"] or 1, np.float32) for name, size in largest.items()}
+    return {name: [{"scale": scale, "zero_point": zero}] for name, scale in scales.items()}
+
+
+def _read_exact_values(model: Any, quantized: Collection[str]) -> None:
+    """Let all nodes but the `quantized` ones read their inputs as they were before rounding.
+
+    The quantizer gives the rounded values to all readers of an input, in PVTv2 also to convolutions.
+    """
+    pairs = [node for node in model.graph.node if node.op_type in ("QuantizeLinear", "DequantizeLinear")]
+    sources = {node.output[0]: node.input[0] for node in pairs}
+    exact = {name: sources[source] for name, source in sources.items() if source in sources}
+    for node in model.graph.node:
+        if node.name not in quantized:
+            node.input[:] = [exact.get(name, name) for name in node.input]
+
+
+def _use_unsigned_inputs(model: Any) -> None:
+    """Store rounded inputs as unsigned integers: their zero points become 128, their values stay."""
+    zeros = {node.input[2] for node in model.graph.node if node.op_type == "QuantizeLinear"}
+    for tensor in (tensor for tensor in model.graph.initializer if tensor.name in zeros):
+        tensor.CopyFrom(numpy_helper.from_array(np.array(128, np.uint8), tensor.name))
+    del model.graph.value_info[:]  # with the types of signed inputs
 
 
 def _store_in_half(model: Any, names: Collection[str]) -> None:
