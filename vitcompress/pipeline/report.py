@@ -37,7 +37,7 @@ from vitcompress.pipeline.latency import measured_on
 from vitcompress.recipe.load import load_recipe_of_run
 from vitcompress.recipe.schema import Recipe
 from vitcompress.training.metrics import guessed
-from vitcompress.verify.outputs import PREFIX
+from vitcompress.verify.outputs import AGREEMENT
 
 ACCURACY_KEYS = FileAccuracy.__annotations__.keys()  # of a row of `evaluate`
 
@@ -236,7 +236,7 @@ def _artifact(
 def _describe_agreement(name: str, sidecar: Mapping[str, Any]) -> str:
     """`passed, ` and the top-1 agreement: the start of the detail of its check."""
     verification = sidecar.get("verification") or {"verdict": "not_run", "checks": ()}
-    flips = (check["detail"] for check in verification["checks"] if check["name"] == f"{PREFIX}{name}.flips")
+    flips = (check["detail"] for check in verification["checks"] if check["name"] == f"{AGREEMENT}{name}.flips")
     counts = [re.split(r" \(|;", text)[0].removeprefix("agrees with the model: ") for text in flips]
     return ", ".join([verification["verdict"].replace("_", " "), *counts])
 

@@ -20,7 +20,7 @@ from vitcompress.io.files import file_sha256
 from vitcompress.io.tensors import load_tensors, tensor_bytes
 from vitcompress.surgery.shapes import PlannedTensor
 from vitcompress.verify.outputs import PlannedOriginal
-from vitcompress.verify.weights import CHECK
+from vitcompress.verify.weights import WEIGHTS
 
 SETTINGS = ("precision", "opset")
 BUILD_SETTINGS = ("runtime_version", "sm", "batch", "tf32", "optimization_level", "hardware_compatible")
@@ -55,7 +55,7 @@ def _folded_check(
     path: Path, model: nn.Module, rows: Sequence[PlannedTensor], before: Mapping[str, Tensor], precision: str
 ) -> Check:
     """Check that the engine stores the products of folded pairs, in its precision, and no layer of such a pair."""
-    name, engine = f"{CHECK}.{path.name}", path.read_bytes()
+    name, engine = f"{WEIGHTS}.{path.name}", path.read_bytes()
     dtypes = {torch.float32, HALF.get(precision, torch.float32)}
 
     def stores(matrix: Tensor) -> bool:
@@ -79,7 +79,7 @@ def _size_checks(path: Path, sidecar: Mapping[str, Any]) -> Iterator[Check]:
     other = usable_sidecar(dense) if dense != path and dense.is_file() else {}
     if other and _settings(sidecar) == _settings(other):
         size, most = float(path.stat().st_size), float(dense.stat().st_size)
-        yield limit_check(f"{CHECK}.{path.name}.bytes", size, most, f"bytes, at most those of {dense.name}")
+        yield limit_check(f"{WEIGHTS}.{path.name}.bytes", size, most, f"bytes, at most those of {dense.name}")
 
 
 def _settings(sidecar: Mapping[str, Any]) -> list[object]:

@@ -22,8 +22,8 @@ from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.text import format_shape
 from vitcompress.models.create import input_config, with_class_names
 from vitcompress.verify.engine import engine_checks
-from vitcompress.verify.outputs import PREFIX, PlannedOriginal, output_checks
-from vitcompress.verify.weights import CHECK, FileTensors, compare_tensors, exported_module
+from vitcompress.verify.outputs import AGREEMENT, PlannedOriginal, output_checks
+from vitcompress.verify.weights import WEIGHTS, FileTensors, compare_tensors, exported_module
 
 ENGINES = {TENSORRT.file_suffix, *TENSORRT.other_suffixes}
 
@@ -33,7 +33,7 @@ def check_file(path: Path, original: PlannedOriginal) -> tuple[list[Check], File
 
     Returns the checks, and the tensors of the file where its format allows reading them.
     """
-    name, checks, tensors = f"{CHECK}.{path.name}", structure_checks(path, original), None
+    name, checks, tensors = f"{WEIGHTS}.{path.name}", structure_checks(path, original), None
     try:
         contents = contents_of(path)
         checks.append(metadata_check(path, original, contents))
@@ -121,7 +121,7 @@ def file_label(path: Path) -> str:
 
 def is_about(path: Path, name: str) -> bool:
     """Whether the check `name` is one of the file `path`, or of the outputs and weights of an engine's ONNX file."""
-    own = f"{name}.".startswith((f"{PREFIX}{path.name}.", f"{CHECK}.{path.name}."))
+    own = f"{name}.".startswith((f"{AGREEMENT}{path.name}.", f"{WEIGHTS}.{path.name}."))
     return own or file_label(path) in (name, name.rpartition(".")[0])
 
 
@@ -174,7 +174,7 @@ def file_status(path: Path, checks: Sequence[Check]) -> Status:
     """
     if any(check.verdict == "failed" for check in checks):
         return "failed"
-    own, source = (f"{PREFIX}{file.name}." for file in (path, source_path(path)))
+    own, source = (f"{AGREEMENT}{file.name}." for file in (path, source_path(path)))
     outputs = [c for c in checks if f"{c.name}.".startswith(own) and not f"{c.name}.".startswith(source)]
     return "passed" if outputs and all(check.verdict == "passed" for check in outputs) else "not_run"
 

@@ -28,7 +28,7 @@ from vitcompress.plan import Plan
 from vitcompress.verify.engine import inspector_checks
 from vitcompress.verify.files import check_file, record_status, rejected_exports, structure_checks
 from vitcompress.verify.fold import EXACT_IMAGES, fold_folder_checks, model_logits
-from vitcompress.verify.outputs import PREFIX, PlannedOriginal
+from vitcompress.verify.outputs import AGREEMENT, PlannedOriginal
 from vitcompress.verify.records import manifest_checks, report_checks
 from vitcompress.verify.slice import slice_folder_checks
 from vitcompress.verify.tolerance import reference
@@ -169,7 +169,7 @@ def _dense_checks(
     for path in paths:
         yield from structure_checks(path, None)
         detail = f"the dense model, which it is compared with, is missing: there is no {dense.path}"
-        yield Check(f"{PREFIX}{path.name}", "not_run", detail=detail)
+        yield Check(f"{AGREEMENT}{path.name}", "not_run", detail=detail)
 
 
 def _reload_checks(files: RunFolder, original: PlannedOriginal, recorded: Mapping[str, Tensor]) -> Iterator[Check]:

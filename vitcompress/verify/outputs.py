@@ -72,7 +72,7 @@ MOST_SATURATION = 0.5
 REMEDY = "; products of 8 bits may saturate on this processor: use --weight-bits 7"
 EMULATED_BATCH = 16
 ROUNDINGS = 2.0**-20  # relative error of sums and elementary functions in fp32: some units in the last place
-PREFIX = "agreement."
+AGREEMENT = "agreement."  # what the names of these checks begin with
 BATCHES = (1, 2, 3, 5)
 Calls = Sequence[tuple[Tensor, Tensor]]
 Kind = str | Quantization  # a precision, or what a file computes in eight bits
@@ -221,7 +221,7 @@ def output_checks(path: Path, original: Original, device: str | None = None) -> 
     A file that this machine cannot run is `not_run`, with the reason and the command for the target. ONNX files in half
     precision are evaluated once more by `rounded_checks`. device: None is the one that the file is for, else the CPU.
     """
-    name = f"{PREFIX}{path.name}"
+    name = f"{AGREEMENT}{path.name}"
     try:
         # ONNX Runtime has no kernels for bf16 on the CPU.
         gpu = "cuda" if _metadata(path).get("precision") == "bf16" and torch.cuda.is_available() else None
@@ -298,7 +298,7 @@ def _arithmetic_checks(
 
     def check(kind: str, value: float, limit: float, what: str) -> Check:
         detail = f"{what} / |{name} - model| of the logits" + (REMEDY if settings.weight_bits == 8 else "")
-        return limit_check(f"{PREFIX}{path.name}.{kind}", value, limit, detail)
+        return limit_check(f"{AGREEMENT}{path.name}.{kind}", value, limit, detail)
 
     if path.suffix == ".onnx":
         value = ratio(served.double() - exact, math.inf)
@@ -325,7 +325,7 @@ def _call_checks(
     calls: indices into `images`, and the logits of these images. kinds: what rounds, independently, so that variances
     add. evaluations: number of those whose rounding limits the error; 0: the share of the precision does.
     """
-    name, source = f"{PREFIX}{name}", source if original.real else f"{source}, on noise"
+    name, source = f"{AGREEMENT}{name}", source if original.real else f"{source}, on noise"
     exact = original.exact(images)
     for rows, logits in calls:
         if logits.shape != exact[rows].shape:
@@ -378,7 +378,7 @@ def rounded_checks(path: Path, original: Original) -> list[Check]:
     try:
         settings, calls = read_quantization(metadata), [(torch.arange(len(images)), rounded_logits(path, images))]
     except VitcompressError as error:
-        return [Check(f"{PREFIX}{path.name}.rounded", "failed", detail=error.message)]
+        return [Check(f"{AGREEMENT}{path.name}.rounded", "failed", detail=error.message)]
     source = f"every result rounded to {precision} in onnxruntime on cpu, a proxy for the GPU"
     kinds: list[Kind] = [settings or precision]
     return _call_checks(f"{path.name}.rounded", original, images, calls, kinds, 1 if settings else 0, source)

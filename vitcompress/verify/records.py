@@ -12,7 +12,7 @@ from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import LIBRARY_ERRORS
 from vitcompress.training.metrics import wilson
 
-CHECK = "manifest"
+MANIFEST = "manifest"
 
 
 def manifest_checks(files: RunFolder, *, adopt: bool = False) -> Iterator[Check]:
@@ -24,17 +24,17 @@ def manifest_checks(files: RunFolder, *, adopt: bool = False) -> Iterator[Check]
         manifest, changes = read_manifest(files.path), find_changes(files.path)
         report = read_json(files.report) if manifest is None and files.report.is_file() else None
     except ArtifactError as error:
-        yield Check(CHECK, "failed", detail=error.sentence())
+        yield Check(MANIFEST, "failed", detail=error.sentence())
         return
     for name, problem in changes.items():
-        yield Check(f"{CHECK}.{name}", "failed", detail=problem)
+        yield Check(f"{MANIFEST}.{name}", "failed", detail=problem)
     if manifest and not changes:
-        yield Check(CHECK, "passed", detail=f"{len(manifest['files'])} files have their recorded SHA-256")
-    elif not manifest and not adopt and ((isinstance(report, dict) and report.get(CHECK)) or _was_checked(files)):
-        yield Check(CHECK, "failed", detail=f"{files.manifest.name} is missing; {REMEDY}")
+        yield Check(MANIFEST, "passed", detail=f"{len(manifest['files'])} files have their recorded SHA-256")
+    elif not manifest and not adopt and ((isinstance(report, dict) and report.get(MANIFEST)) or _was_checked(files)):
+        yield Check(MANIFEST, "failed", detail=f"{files.manifest.name} is missing; {REMEDY}")
     elif not manifest and not adopt and (report or not files.recipe.is_file()):
         detail = f"there is no {files.manifest.name}; `vitcompress verify {files.path} --adopt` writes one"
-        yield Check(CHECK, "not_run", detail=detail)
+        yield Check(MANIFEST, "not_run", detail=detail)
 
 
 def _was_checked(files: RunFolder) -> bool:
@@ -43,7 +43,7 @@ def _was_checked(files: RunFolder) -> bool:
         match read_json(files.verification) if files.verification.is_file() else None:
             case {"checks": [*checks]}:
                 ran = (c for c in checks if isinstance(c, dict) and c.get("verdict") in ("passed", "failed"))
-                return any(str(check.get("name")).partition(".")[0] == CHECK for check in ran)
+                return any(str(check.get("name")).partition(".")[0] == MANIFEST for check in ran)
     return False
 
 

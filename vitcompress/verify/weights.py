@@ -30,7 +30,7 @@ from vitcompress.models.arguments import shapes_of
 from vitcompress.models.create import input_config
 from vitcompress.surgery.shapes import PlannedTensor, Shape
 
-CHECK = "weights"
+WEIGHTS = "weights"  # name of the check of shapes, and first part of the names of those of files
 SMALL = 64  # values: larger tensors are no scalars and shapes that a graph computes with
 FEW = 16  # different values of a mask, at most
 WINDOW_MASK = -100.0  # of timm's Swin
@@ -44,7 +44,7 @@ def shape_check(rows: Sequence[PlannedTensor], model: nn.Module) -> Check:
     texts = {name: ["none" if s is None else format_shape(s) for s in pair] for name, pair in pairs.items()}
     wrong = [f"{n}: {ours} planned, {theirs} in the model" for n, (ours, theirs) in texts.items() if ours != theirs]
     counts = (f"{sum(row.change == change for row in rows)} {change}" for change in ("sliced", "folded", "removed"))
-    return problem_check(CHECK, wrong, f"{len(shapes)} tensors have their planned shapes ({', '.join(counts)})")
+    return problem_check(WEIGHTS, wrong, f"{len(shapes)} tensors have their planned shapes ({', '.join(counts)})")
 
 
 @dataclass(frozen=True)
