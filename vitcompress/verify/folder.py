@@ -2,7 +2,7 @@
 
 import math
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import chain
@@ -118,15 +118,16 @@ def _missing_exports(files: RunFolder) -> Iterator[Check]:
 def _model_checks(
     files: RunFolder, original: PlannedOriginal, recorded: Mapping[str, Tensor], progress: Progress
 ) -> Iterator[Check]:
-    parts = {
-        "fold": fold_folder_checks(files, original.model, original.plan, original.images),
-        "slice": slice_folder_checks(files, original.plan, original.images[:EXACT_IMAGES]),
-        "reload": _reload_checks(files, original, recorded),
-        "weights": (shape_check(rows, original.model) for rows in [original.rows]),
+    model, plan, images = original.model, original.plan, original.images
+    parts: dict[str, Callable[[], Iterable[Check]]] = {
+        "fold": lambda: fold_folder_checks(files, model, plan, images),
+        "slice": lambda: slice_folder_checks(files, plan, images[:EXACT_IMAGES]),
+        "reload": lambda: _reload_checks(files, original, recorded),
+        "weights": lambda: [shape_check(original.rows, model)],
     }
-    for done, (name, part) in enumerate(parts.items()):
+    for done, (name, run) in enumerate(parts.items()):
         progress.update("model checked", done, len(parts), name)
-        yield from part
+        yield from run()
     progress.update("model checked", len(parts), len(parts))
 
 
