@@ -45,7 +45,7 @@ class OnnxRunner(Runner):
         self._ort = libraries.load_onnxruntime()
         model = file.read_onnx(path)
         labels = decode_json_values(file.metadata(model))
-        self._file, self._sha256 = path.name, check_sha256(path)
+        self._file_name, self._sha256 = path.name, check_sha256(path)
         self._provider, self._device = providers.choose_provider(options.device, options.provider)
         self._precision = providers.resolve_precision(path, labels.get("precision"), options.precision, self._provider)
         providers.check_settings(self._provider, options)
@@ -131,16 +131,16 @@ class OnnxRunner(Runner):
 
     def _prepare(self, images: Tensor) -> np.ndarray:
         if self._batch_range is not None:
-            check_batch(self._file, self._batch_range, len(images))
+            check_batch(self._file_name, self._batch_range, len(images))
         return np.ascontiguousarray(super()._prepare(images), dtype=INPUT_TYPES[self._input.type])
 
     def _run(self, data: np.ndarray) -> np.ndarray:
         """data: from `_prepare` -> (batch, classes), float32."""
         names, options = [self._output.name], self._run_options(NO_GRAPH)
-        with libraries.run_errors(f"{self._file} at batch {len(data)}"):
+        with libraries.run_errors(f"{self._file_name} at batch {len(data)}"):
             logits = np.asarray(self.session.run(names, {self._input.name: data}, options)[0], dtype=np.float32)
         if logits.shape[:1] != data.shape[:1]:
-            problem = f"{self._file} has an output of {format_shape(logits.shape)} for {len(data)} images"
+            problem = f"{self._file_name} has an output of {format_shape(logits.shape)} for {len(data)} images"
             raise ArtifactError(problem, hint="export it with one row of logits for each image")
         return logits
 

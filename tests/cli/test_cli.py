@@ -275,7 +275,7 @@ def test_other_names_of_formats_and_precisions(monkeypatch: pytest.MonkeyPatch) 
     precision = lambda *words: export.make_context("export", ["tests", *words]).params["precision"]  # noqa: E731
     export = cli.main.commands["export"]
     assert [precision("--precision", word) for word in ("half", "Float16", "fp16", "fp8")] == [*["fp16"] * 3, "fp8"]
-    formats = [export.make_context("export", ["tests", "--format", word]).params["name"] for word in ("ov", "engine")]
+    formats = [export.make_context("export", ["tests", "--format", word]).params["form"] for word in ("ov", "engine")]
     assert formats == ["openvino", "trt"]
     recipe = cli.main.commands["recipe"].make_context("recipe", ["x", "--export", "tensorrt,ov", "-o", "out", "-q"])
     assert recipe.params["export"] == ("trt", "openvino") and recipe.params["out"] == Path("out")

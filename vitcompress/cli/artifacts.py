@@ -48,17 +48,17 @@ def verify(folder: Path, require_verified: bool, adopt: bool) -> int:
     summary = [*files.describe_bytes(data["weights"]), count_verdicts(data)]
     print_result(data, lambda _: tables.print_verification(data["checks"], weights, summary))
     failed = [check.name for check in verification.checks if check.verdict == "failed"]
-    open_ = [check.name for check in verification.checks if check.verdict == "not_run"]
+    not_run = [check.name for check in verification.checks if check.verdict == "not_run"]
     if changed := [name for name in failed if name.startswith("manifest.")]:
         return report_failure(f"files that are not as they were written: {len(changed)}", REMEDY)
-    if not failed and open_ and require_verified:
-        return report_failure(f"{len(open_)} checks could not run here: {', '.join(open_)}")
+    if not failed and not_run and require_verified:
+        return report_failure(f"{len(not_run)} checks could not run here: {', '.join(not_run)}")
     return 0 if verification.passed else 1
 
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
-@opt.option("--format name", "onnx (default), openvino, trt or trt-rtx.", opt.parse_name, "FORMAT")
+@opt.option("--format form", "onnx (default), openvino, trt or trt-rtx.", opt.parse_name, "FORMAT")
 @opt.export_options
 @opt.option("--out -o", "File to write (default: in DIR).", FILE)
 @opt.flag("--dense", "Export the model before pruning, to compare with.")
@@ -66,7 +66,7 @@ def verify(folder: Path, require_verified: bool, adopt: bool) -> int:
 @opt.option("--sign", "Sign the file with this private key, unless a check fails.", **opt.KEY)
 @common_options
 def export(
-    folder: Path, name: str | None, out: Path | None, dense: bool, require_verified: bool, **options: Any
+    folder: Path, form: str | None, out: Path | None, dense: bool, require_verified: bool, **options: Any
 ) -> int:
     """Export a finished run folder again.
 
@@ -87,15 +87,15 @@ def export(
 
         note_without_manifest([folder], progress)
         key = options.pop("sign")
-        settings = ExportOptions(**{key: value for key, value in options.items() if value not in (None, ())})
+        settings = ExportOptions(**{name: value for name, value in options.items() if value not in (None, ())})
         candidates: list[Any] = []
         if settings.precision == FASTEST:
-            fitting = tuple(form for form in FORMATS if not out or EXPORTERS[form].file_suffix == out.suffix)
-            formats = (name,) if name else fitting or FORMATS
+            fitting = tuple(name for name in FORMATS if not out or EXPORTERS[name].file_suffix == out.suffix)
+            formats = (form,) if form else fitting or FORMATS
             best, candidates = choose_fastest(folder, formats, settings, dense=dense, progress=progress)
-            name, settings = best.format, options_for(settings, best)
+            form, settings = best.format, options_for(settings, best)
         with lock_file(RunFolder(folder).plan, lambda: progress.note("waiting for another export of this folder")):
-            done = export_folder(folder, name or "onnx", options=settings, out=out, dense=dense, progress=progress)
+            done = export_folder(folder, form or "onnx", options=settings, out=out, dense=dense, progress=progress)
             with record_changes(folder):
                 outcome = verify_export(folder, done, progress, dense=dense)
             refresh_reports([folder], progress)
