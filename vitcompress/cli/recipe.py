@@ -81,14 +81,15 @@ def recipe(
 
         check = options.pop("check") or options["expect"] is not None
         settings = RunOptions(preprocessing=opt.take(options, Preprocessing), **options)
-        plan = dry_run_recipe(loaded, settings, check=check) if dry_run else None
-        try:
-            if plan is None:
+        if dry_run:
+            plan = dry_run_recipe(loaded, settings, check=check)
+        else:
+            try:
                 result = run_recipe(loaded, settings, progress)
-        except OutputError:  # of a finished run in the folder: a file that does not exist explains the difference
-            check_files(options)
-            raise
-    if plan is not None:
+            except OutputError:  # of a finished run in the folder: a file that does not exist explains the difference
+                check_files(options)
+                raise
+    if dry_run:
         return _print_dry_run(plan, tables.print_dry_run, plan.failed)
 
     def draw(_: object) -> None:
@@ -231,10 +232,11 @@ def study(
         from vitcompress.pipeline.study.run import StudyOptions, dry_run_study, run_study
 
         settings = StudyOptions(**options)
-        plan = dry_run_study(loaded, settings, progress) if dry_run else None
-        if plan is None:
+        if dry_run:
+            plan = dry_run_study(loaded, settings, progress)
+        else:
             result = run_study(loaded, settings, progress)
-    if plan is not None:
+    if dry_run:
         return _print_dry_run(plan, tables.print_study_dry_run)
 
     def draw(_: object) -> None:
