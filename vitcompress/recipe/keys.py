@@ -61,8 +61,7 @@ def recipe_schema() -> dict[str, object]:
     schema: Any = create_model("Recipe", __base__=Tables, **options).model_json_schema(schema_generator=TomlSchema)
     steps = []
     for name, about in methods.items():
-        reference = schema["properties"].pop(f"step_{name}")["$ref"]
-        step = schema["$defs"][reference.rpartition("/")[2]]
+        step = schema["$defs"][schema["properties"].pop(f"step_{name}")["$ref"].rpartition("/")[2]]
         method = {"const": name, "description": f"what to remove: {about.summary}"}
         required = ["method", *step.get("required", [])]
         steps.append({**step, "properties": {"method": method, **step.get("properties", {})}, "required": required})

@@ -74,8 +74,7 @@ class FolderImages(Images):
         if missing or extra:
             parts = [f"has no class {few(missing)}"] * bool(missing) + [f"has unknown class {few(extra)}"] * bool(extra)
             raise DataError(f"{folder} {' and '.join(parts)}", hint="train and test need the same class folders")
-        numbers = {name: i for i, name in enumerate(classes)}
-        samples = make_dataset(folder, numbers, _SUFFIXES, allow_empty=True)
+        samples = make_dataset(folder, {name: i for i, name in enumerate(classes)}, _SUFFIXES, allow_empty=True)
         samples.sort(key=lambda sample: natural_key(sample[0]))
         step = max(1, -(-len(samples) // _CHECKED_ON_OPENING))
         checked = [Path(file) for file, _ in samples[:: 1 if skip_broken else step]]

@@ -49,8 +49,7 @@ class Runtime:
     def all_sum(self, tensor: Tensor) -> Tensor:
         """The sum of `tensor` over all ranks, in float64 where the device has it; equal on every rank."""
         place = tensor.device if self.world_size == 1 else self.device
-        dtype = torch.float32 if place.type == "mps" else torch.float64
-        wide = tensor.detach().to(dtype, copy=True).to(place)
+        wide = tensor.detach().to(torch.float32 if place.type == "mps" else torch.float64, copy=True).to(place)
         if self.world_size > 1:
             distributed.all_reduce(wide)
         return wide.to(tensor.device)
