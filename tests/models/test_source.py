@@ -218,6 +218,11 @@ def test_weights_of_a_compressed_model_are_no_dense_model(tmp_path: Path) -> Non
         resolve_model(VIT, {"num_heads": 1}, tmp_path / "alone.safetensors")
 
 
+def test_a_checkpoint_of_another_program_may_have_a_plan(tmp_path: Path) -> None:
+    saved(tmp_path / "own.pth", plan="of the training")
+    assert resolve_model(VIT, {"num_heads": 4}, tmp_path / "own.pth").arch_args["depth"] == OWN["depth"]
+
+
 def test_pooling_is_that_of_the_model_not_of_its_shapes() -> None:
     settings = resolve_model(VIT, OWN | {"global_pool": "avgmax"}).settings
     assert {setting.name: setting.value for setting in settings}["global_pool"] == "avgmax"

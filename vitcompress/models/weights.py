@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from vitcompress.errors import WeightsError, first_line
 from vitcompress.families import prepare_model
 from vitcompress.io.files import file_sha256, read_json, read_text, user_path
+from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import ACCEPTED, LIBRARY_ERRORS, read_checkpoint
 from vitcompress.models.arguments import base_of, describe_shapes, shapes_of
 from vitcompress.plan import Plan
@@ -26,7 +27,6 @@ from vitcompress.plan import Plan
 NOT_FILES = ("random", "hub", "train")
 HUB = "hf-hub:"  # prefix of the names of models on Hugging Face's hub
 CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
-PLAN = "plan.json"  # of a model that `save_model` wrote
 FOLDER_FILES = ("model.safetensors", "pytorch_model.bin")  # weights in a folder of the hub
 CHECKPOINTS = (".safetensors", ".pth", ".pt", ".tar", ".bin")
 SHARDED = tuple(f"{name}.index.json" for name in FOLDER_FILES)
@@ -106,22 +106,23 @@ def open_weights(weights: str | Path) -> WeightFile:
     if config.get("hidden_act", "gelu") != "gelu":  # the only activation of timm's models of these architectures
         raise WeightsError(f"{path} has the activation {config['hidden_act']}, timm's models have gelu")
     tensors, part, content = read_checkpoint(file)
-    planned = _planned(file) if "plan" in content else {}
+    plan_file = RunFolder(file.parent).plan
+    planned = _planned(file, plan_file) if file.suffix == ".safetensors" and "plan" in content else {}
     content |= config | planned
     tables = [_table(content.get("pretrained_cfg")), content, _processor(processor), _table(content.get("args"))]
-    stated_in = PLAN if planned else "the checkpoint's args" if file == path else CONFIG
+    stated_in = plan_file.name if planned else "the checkpoint's args" if file == path else CONFIG
     return WeightFile(name, to_timm(tensors), _stated(tables), stated_in, _class_names(tables), part)
 
 
-def _planned(file: Path) -> dict[str, Any]:
-    """What the plan beside `file`, which `save_model` wrote, states. Raises WeightsError if it is not a dense model's.
+def _planned(file: Path, plan_file: Path) -> dict[str, Any]:
+    """What the plan that `save_model` wrote beside `file` states. Raises WeightsError if it is not a dense model's.
 
     Weights of a compressed model may have the shapes of one of timm's that computes something else.
     """
     try:
-        plan = Plan.from_json(read_text(file.parent / PLAN))
+        plan = Plan.from_json(read_text(plan_file))
     except (OSError, ValueError):
-        raise WeightsError(f"{file} needs its {PLAN}", hint="copy the folder, not only the weights") from None
+        raise WeightsError(f"{file} needs its {plan_file.name}", hint="copy the folder, not only the weights") from None
     if plan.delta() != plan:
         hint = "add a step to its recipe, or prune it further in Python (vc.load_model, vc.plan, vc.prune)"
         raise WeightsError(f"{file} is a compressed model, not a dense one of timm", hint=hint)
