@@ -235,7 +235,7 @@ class SeroOptions(LatencyOptions):
     round_to: Annotated[int, Ge(1), Doc("channels of a head are multiples of this")] = 8
     threshold: Annotated[Threshold, Doc("one over all layers, or the same share in each layer")] = "global"
     criterion: Annotated[SeroCriterion, Doc("|gradient|, |gradient * weight|, |weight|, or random")] = "gradient"
-    criterion_pass: Annotated[CriterionPass, Doc("gradients without masks, or of the last step with masks")] = "dense"
+    criterion_pass: Annotated[CriterionPass, Doc("gradients without masks, or previous ones with masks")] = "dense"
     weight_scale: Annotated[WeightScale, Doc("apply |W| to the gradient, to the update, or not at all")] = "gradient"
 
 

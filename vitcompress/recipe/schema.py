@@ -57,7 +57,7 @@ class QuantizeTable:
 class ExportTable(ExportOptions):
     """Which files are exported, and how."""
 
-    formats: Annotated[tuple[str, ...], Doc("onnx, openvino, trt, trt-rtx; each uses what applies")] = ("onnx",)
+    formats: Annotated[tuple[str, ...], Doc("onnx, openvino, trt, trt-rtx; each uses its own options")] = ("onnx",)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class ProtocolTable:
 class BenchTable(ProtocolTable):
     """How the dense and the compressed model are measured."""
 
-    runtimes: Annotated[tuple[Literal["onnxruntime", "torch"], ...], Doc("of both models")] = ("onnxruntime", "torch")
+    runtimes: Annotated[tuple[Literal["onnxruntime", "torch"], ...], Doc("for both models")] = ("onnxruntime", "torch")
 
 
 @dataclass(frozen=True)
