@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from vitcompress.io.tensors import load_tensors
 from vitcompress.io.training_state import load_state
 from vitcompress.methods.base import LEFT_WEIGHTS, StepReport
 from vitcompress.methods.sero import method as sero
-from vitcompress.methods.sero.exploration import Exploration
+from vitcompress.methods.sero.exploration import Exploration, sparsity_at
 from vitcompress.methods.table import METHODS
 
 SMALL = sero.Options(sparsity=0.5, epochs=4, refresh=2, lr=1e-3, round_to=2)
@@ -41,8 +42,8 @@ def explore(folder: Path, options: sero.Options = SMALL, **changes: Any) -> tupl
 
 def exploration(dense: nn.Module, **changes: Any) -> Exploration:
     """Ready to choose half of all units at its first step."""
-    plain = sero.Options(sparsity=0.5, refresh=1, weight_scale="none", layout="ragged", round_to=1)
-    return Exploration(dense, family_of(dense), replace(plain, **changes), lambda *at: 0.5, seed=0)
+    plain = sero.Options(sparsity=0.5, epochs=1, refresh=1, weight_scale="none", layout="ragged", round_to=1)
+    return Exploration(dense, family_of(dense), replace(plain, **changes), seed=0)
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -50,7 +51,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def test_the_schedule_is_cubic_after_the_warm_up_and_ends_flat() -> None:
-    at = sero.sparsity_at(sero.Options(sparsity=0.7, epochs=50))
+    at = partial(sparsity_at, sero.Options(sparsity=0.7, epochs=50))
     assert [at(0, step, 100) for step in (0, 99)] == [0.0, 0.0] and at(1, 0, 100) == 0.0
     assert at(26, 0, 100) == pytest.approx(0.7 * (1 - 0.5**3))
     assert at(48, 99, 100) == pytest.approx(0.7 * (1 - (1 - 4799 / 5000) ** 3))
@@ -278,8 +279,8 @@ def test_structure_is_a_plan_of_the_same_size(tmp_path: Path) -> None:
 def test_a_masked_pass_scores_the_last_step_of_an_epoch(tmp_path: Path) -> None:
     """The first step of the next epoch refreshes, also if an epoch has fewer steps than `refresh`."""
     vit = model()
-    options = sero.Options(criterion_pass="masked", refresh=100, round_to=1)
-    exploration = Exploration(vit, context(tmp_path, vit).family, options, lambda *at: 0.2, 0)
+    options = sero.Options(criterion_pass="masked", refresh=100, round_to=1, sparsity=0.2, epochs=1, warmup_epochs=0)
+    exploration = Exploration(vit, context(tmp_path, vit).family, options, 0)
     for step in range(3):
         exploration.before_step(0, step, 3, lambda: None)
         vit(torch.randn(4, 1, 8, 8)).square().sum().backward()

@@ -19,35 +19,30 @@ from vitcompress.surgery.masks import mask_channels
 from vitcompress.training.distributed import derived_seed
 
 Ranks = dict[str, np.ndarray]
-Schedule = Callable[[int, int, int], float]
 STATE = ("scores", "sparsity", "skipped", "revived", "trace")
 
 
-def sparsity_at(options: Options) -> Schedule:
+def sparsity_at(options: Options, epoch: int, step: int, steps: int) -> float:
     """Share of units to mask at iteration `step` of `steps` in `epoch`: cubic from the end of the warm-up, T counting
     all epochs; the whole of it in the last one.
     """
-
-    def share(epoch: int, step: int, steps: int) -> float:
-        if epoch == options.epochs - 1:
-            return options.sparsity
-        if epoch < options.warmup_epochs:
-            return 0.0
-        progress = ((epoch - options.warmup_epochs) * steps + step) / (options.epochs * steps)
-        return options.sparsity * (1 - (1 - progress) ** 3)
-
-    return share
+    if epoch == options.epochs - 1:
+        return options.sparsity
+    if epoch < options.warmup_epochs:
+        return 0.0
+    progress = ((epoch - options.warmup_epochs) * steps + step) / (options.epochs * steps)
+    return options.sparsity * (1 - (1 - progress) ** 3)
 
 
 class Exploration:
     """The masks of an exploration, as hooks of its training (`StepHooks`).
 
     live: space -> whether each channel is live, (channels,). scores: those of the last refresh. trace: live units at
-    the end of each epoch. sparsity_at(epoch, step, steps): the share of units to mask.
+    the end of each epoch.
     """
 
-    def __init__(self, model: nn.Module, family: Family, options: Options, sparsity_at: Schedule, seed: int) -> None:
-        self.model, self.family, self.options, self.sparsity_at, self.seed = model, family, options, sparsity_at, seed
+    def __init__(self, model: nn.Module, family: Family, options: Options, seed: int) -> None:
+        self.model, self.family, self.options, self.seed = model, family, options, seed
         self.masked_pass = options.criterion_pass == "masked" and options.criterion.startswith("gradient")
         self.spaces = unit_spaces(family.spaces(model))
         self.live: Live = {space.name: np.ones(space.size, dtype=bool) for space in self.spaces}
@@ -61,7 +56,7 @@ class Exploration:
     def before_step(self, epoch: int, step: int, steps: int, backward: Callable[[], object]) -> None:
         """Refresh the masks every `refresh` iterations."""
         self._refresh_is_next = (step + 1) % self.options.refresh == 0 or step + 1 == steps
-        sparsity = self.sparsity_at(epoch, step, steps)
+        sparsity = sparsity_at(self.options, epoch, step, steps)
         if sparsity > 0 and step % self.options.refresh == 0:
             self._refresh(sparsity, backward)
         if step + 1 == steps:

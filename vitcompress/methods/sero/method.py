@@ -27,7 +27,7 @@ from vitcompress.methods.calibration import search_options
 from vitcompress.methods.latency import check_target
 from vitcompress.methods.options import SeroOptions as Options
 from vitcompress.methods.sero import layout
-from vitcompress.methods.sero.exploration import Exploration, sparsity_at
+from vitcompress.methods.sero.exploration import Exploration
 from vitcompress.methods.sero.report import FILE, record, report
 from vitcompress.plan import Plan
 from vitcompress.training.options import TrainOptions
@@ -107,7 +107,7 @@ def describe(options: Options) -> StepInfo:
 def _explore(copy: nn.Module, context: Context, options: Options) -> Exploration:
     """Train `copy` under masks, then remove them. Raises VitcompressError if the last epoch chose no masks."""
     copy.to(context.runtime.device)
-    exploration = Exploration(copy, context.family, options, sparsity_at(options), context.seed)
+    exploration = Exploration(copy, context.family, options, context.seed)
     data, train, controls = context.data, _settings(context.train, options), TrainingControls(hooks=exploration)
     try:
         context.run_training(copy, data.train, data.heldout, train, "exploration", controls=controls)
