@@ -25,6 +25,7 @@ from vitcompress.models.create import create_model, input_config
 from vitcompress.pipeline import dry_run, latency
 from vitcompress.pipeline.job import Job, RunOptions, create_job
 from vitcompress.pipeline.latency import LatencyClock, check_latency, create_clock
+from vitcompress.pipeline.preflight import list_checks
 from vitcompress.pipeline.run import run_recipe
 from vitcompress.plan import Plan
 from vitcompress.recipe.load import load_recipe
@@ -122,9 +123,7 @@ def test_a_latency_target_is_not_measured_on_another_device(tmp_path: Path) -> N
     with pytest.raises(DeviceError, match=r"the latency target is for cuda:77") as caught:
         check_latency(job(tmp_path, *sets, device="cuda:77"))
     assert "latency_on=torch" in str(caught.value.hint)
-    problems = dry_run._list_problems(
-        dry_run._checks(job(tmp_path, *sets, device="cuda:77"), done=False, unopened=False)
-    )
+    problems = dry_run._list_problems(list_checks(job(tmp_path, *sets, device="cuda:77"), dry=True))
     assert any("the latency target is for cuda:77" in problem for problem in problems)
 
 

@@ -86,10 +86,16 @@ def dry_run_recipe(recipe: Recipe, options: RunOptions, *, check: bool = False) 
         except InputError as error:
             unopened = [error.sentence(": ")]
     device = torch.device("cpu")
-    with suppress(InputError):  # reported by `_checks`
+    with suppress(InputError):  # reported below
         device = distributed.check_device(recipe.run.device, recipe.run.amp)
     job = create_job(recipe, options, distributed.Runtime(device), SILENT, data)
-    problems = _list_problems(_checks(job, done, bool(unopened)))
+    checks: list[Callable[[], object]] = [
+        partial(check_formats, recipe),
+        partial(check_folder, folder, recipe, structure_only=options.structure_only, fresh=options.fresh),
+        partial(distributed.check_device, recipe.run.device, recipe.run.amp),
+    ]
+    checks += [] if done else list_checks(job, dry=True, opened=not unopened)
+    problems = _list_problems(checks)
     missing = problems if done and not problems else unopened + problems
     plan = DryRun(
         recipe.name,
@@ -156,19 +162,6 @@ def _list_problems(checks: Iterable[Callable[[], object]]) -> list[str]:
         except InputError as error:
             problems.append(error.sentence(": "))
     return list(dict.fromkeys(problems))  # several checks open an exporter
-
-
-def _checks(job: Job, done: bool, unopened: bool) -> Iterator[Callable[[], object]]:
-    """The checks of a run, in its order, except those that download or measure, and without data (`unopened`) those of
-    class counts.
-    """
-    recipe, options = job.recipe, job.options
-    yield partial(check_formats, recipe)
-    yield partial(check_folder, job.folder, recipe, structure_only=options.structure_only, fresh=options.fresh)
-    yield partial(distributed.check_device, recipe.run.device, recipe.run.amp)
-    if done:
-        return
-    yield from list_checks(job, dry=True, opened=not unopened)
 
 
 def _notes(job: Job) -> Iterator[str]:
