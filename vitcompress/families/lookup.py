@@ -2,6 +2,7 @@
 
 import contextlib
 from copy import deepcopy
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -26,18 +27,15 @@ def family_of(model: nn.Module) -> Family:
     a wrapped model, or an entry point that cannot be loaded or is no `Family`.
     """
     reject_wrapper(model)
-    families = FAMILIES
-    problems = {name: family.problem(model) for name, family in families.items()}
-    if all(problems.values()) and (plugins := load_plugins("families", Family)):
-        families = FAMILIES | plugins
-        problems |= {name: family.problem(model) for name, family in plugins.items()}
-    for name, problem in problems.items():
-        if problem is None:
-            return families[name]
+    problems: dict[str, str] = {}  # by the models that a family supports
+    for load in (FAMILIES.copy, partial(load_plugins, "families", Family)):
+        for family in load().values():
+            if (problem := family.problem(model)) is None:
+                return family
+            problems[family.supported] = problem
     other_type = f"it is a {type(model).__name__}"
-    reason = next((problem for problem in problems.values() if problem and problem != other_type), other_type)
-    supported = "\n  ".join(["supported:", *(family.supported for family in families.values())])
-    raise UnsupportedModelError(f"this model cannot be pruned: {reason}", hint=supported)
+    reason = next((problem for problem in problems.values() if problem != other_type), other_type)
+    raise UnsupportedModelError(f"this model cannot be pruned: {reason}", hint="\n  ".join(["supported:", *problems]))
 
 
 def unwrap(model: object) -> nn.Module:
