@@ -292,10 +292,9 @@ def load_weights(model: nn.Module, path: str | Path, new_head: bool) -> None:
         prepare_model(model)
     own = model.state_dict()
     heads = {key for key in own if key.split(".")[0] in ("head", "head_dist")}
-    wrong = {key: tensors[key] for key in own if key in tensors and tensors[key].shape != own[key].shape}
-    if new_head and (heads & wrong.keys() or not heads <= tensors.keys()):
+    if new_head and any(key not in tensors or tensors[key].shape != own[key].shape for key in heads):
         tensors = {**tensors, **{key: own[key] for key in heads}}
-        wrong = {key: tensor for key, tensor in wrong.items() if key not in heads}
+    wrong = {key: tensors[key] for key in own if key in tensors and tensors[key].shape != own[key].shape}
     missing, extra = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
     only_head = {*missing, *extra, *wrong} <= heads
     if only_head and wrong and (have := wrong[first := min(wrong)].shape[0]) != (wanted := own[first].shape[0]):
