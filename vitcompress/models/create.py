@@ -76,7 +76,7 @@ def create_model(
     random classifier. Raises InputError for an unknown architecture, or arguments that it does not accept, and
     WeightsError for weights that are not available, or belong to another model.
     """
-    args: dict[str, Any] = dict(arch_args or {})
+    args = arch_args or {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _build(arch, args, pretrained=str(weights) == "hub", new_head=new_head)
@@ -85,24 +85,23 @@ def create_model(
     return _finish(model, arch, args)
 
 
-def create_on_meta(arch: str, arch_args: Mapping[str, object] | None = None) -> nn.Module:
+def create_on_meta(arch: str, arch_args: Mapping[str, object]) -> nn.Module:
     """`create_model` on torch's meta device: shapes without weights. Raises InputError as `create_model`."""
     model = build_on_meta(arch, arch_args)
     if (count := sum(parameter.numel() for parameter in model.parameters())) > MOST_PARAMETERS:
         message = f"{arch} with {arch_args} has {count:,} parameters, at most {MOST_PARAMETERS:,} are supported"
         raise InputError(message, hint=CHANGE)
-    return _finish(model, arch, dict(arch_args or {}))
+    return _finish(model, arch, arch_args)
 
 
-def build_on_meta(arch: str, arch_args: Mapping[str, object] | None = None) -> nn.Module:
+def build_on_meta(arch: str, arch_args: Mapping[str, object]) -> nn.Module:
     """timm's model on the meta device, not prepared: with timm's parameter names. Raises InputError."""
-    args: dict[str, Any] = dict(arch_args or {})
     try:
         with torch.device("meta"), SkipOnMeta(INITIALIZERS):
-            return _build(arch, args)
+            return _build(arch, arch_args)
     except InputError:  # some models compute with values in their constructor
         with torch.random.fork_rng(devices=[]):
-            return _build(arch, args).to("meta")
+            return _build(arch, arch_args).to("meta")
 
 
 class SkipOnMeta(TorchFunctionMode):
@@ -218,7 +217,7 @@ def randomize_constants(model: nn.Module, seed: int = 0) -> None:
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=NOISE)
 
 
-def _build(arch: str, args: dict[str, Any], *, pretrained: bool = False, new_head: bool = False) -> nn.Module:
+def _build(arch: str, args: Mapping[str, Any], *, pretrained: bool = False, new_head: bool = False) -> nn.Module:
     check_arguments(arch, args)
     try:
         model: nn.Module = timm.create_model(arch, pretrained=False, **args)
