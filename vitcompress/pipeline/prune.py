@@ -111,7 +111,7 @@ def recover(job: Job) -> None:
     if not job.options.structure_only:
         job.progress.stage("Fine-tune the pruned model")
         _measure_before(job, dense, model)
-        model = _finetune(job, dense, steps)
+        model = _finetune(job, dense, steps, model)
     if job.runtime.is_main:
         save_tensors(job.files.unfolded, model.state_dict(), {"plan": plan.digest})
         write_text(job.files.unfolded_plan, plan.to_json())
@@ -142,11 +142,11 @@ def _measure_before(job: Job, dense: nn.Module, pruned: nn.Module) -> None:
         write_json(job.files.before_recovery, {name: accuracy.to_dict() for name, accuracy in accuracies.items()})
 
 
-def _finetune(job: Job, dense: nn.Module, steps: Steps) -> nn.Module:
+def _finetune(job: Job, dense: nn.Module, steps: Steps, pruned: nn.Module) -> nn.Module:
+    """The model after `steps`, of which `pruned` is a copy, with the weights of the fine-tuning."""
     step, controls = job.steps[-1], TrainingControls(teacher_for(job, dense))
     about = (job.recipe.finetune, job.files.recovery_state, "recovery", job.files.recovery)
     if step.method.dilute is None:
-        pruned = steps.pruned()
         train_model(job, pruned, *about, controls)
         return pruned
     # The layers of the last step fade out; those of the steps before are removed from the start.
