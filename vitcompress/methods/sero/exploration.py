@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress.families import Family
-from vitcompress.methods.options import SeroOptions as Options
+from vitcompress.methods.options import SeroOptions
 from vitcompress.methods.sero.layout import KINDS, Live, project, unit_spaces
 from vitcompress.surgery.masks import mask_channels
 from vitcompress.training.distributed import derived_seed
@@ -22,7 +22,7 @@ Ranks = dict[str, np.ndarray]
 STATE = ("scores", "sparsity", "skipped", "revived", "trace")
 
 
-def sparsity_at(options: Options, epoch: int, step: int, steps: int) -> float:
+def sparsity_at(options: SeroOptions, epoch: int, step: int, steps: int) -> float:
     """Share of units to mask at iteration `step` of `steps` in `epoch`: cubic from the end of the warm-up, T counting
     all epochs; the whole of it in the last one.
     """
@@ -41,7 +41,7 @@ class Exploration:
     the end of each epoch.
     """
 
-    def __init__(self, model: nn.Module, family: Family, options: Options, seed: int) -> None:
+    def __init__(self, model: nn.Module, family: Family, options: SeroOptions, seed: int) -> None:
         self.model, self.family, self.options, self.seed = model, family, options, seed
         self.masked_pass = options.criterion_pass == "masked" and options.criterion.startswith("gradient")
         self.spaces = unit_spaces(family.spaces(model))

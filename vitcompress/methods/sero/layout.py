@@ -17,8 +17,7 @@ import numpy as np
 
 from vitcompress.errors import PlanError
 from vitcompress.families import Space
-from vitcompress.methods.options import Layout
-from vitcompress.methods.options import SeroOptions as Options
+from vitcompress.methods.options import Layout, SeroOptions
 from vitcompress.plan import Plan
 
 Scores = Mapping[str, np.ndarray]
@@ -65,7 +64,7 @@ def unit_spaces(spaces: Iterable[Space]) -> tuple[Space, ...]:
     return tuple(space for space in prunable(spaces) if not space.whole_heads)
 
 
-def project(spaces: Sequence[Space], scores: Scores, ties: Scores, sparsity: float, options: Options) -> Live:
+def project(spaces: Sequence[Space], scores: Scores, ties: Scores, sparsity: float, options: SeroOptions) -> Live:
     """The live channels after `sparsity` of all units is removed.
 
     scores: (channels,) each, higher is better; equal scores are ordered by `ties`, then by channel. Raises
@@ -128,7 +127,7 @@ def _groups(spaces: Sequence[Space], layout: Layout) -> list[tuple[Space, ...]]:
     return list(groups.values())
 
 
-def _ladder(group: tuple[Space, ...], scores: Scores, ties: Scores, options: Options) -> _Ladder:
+def _ladder(group: tuple[Space, ...], scores: Scores, ties: Scores, options: SeroOptions) -> _Ladder:
     width = group[0].size // group[0].heads
     first = max(options.round_to, TIED_WIDTH) if len(group) > 1 else options.round_to
     edges = (*range(min(first, width), width, options.round_to), width)

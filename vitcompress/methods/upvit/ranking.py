@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from vitcompress import surgery
 from vitcompress.methods.base import Context
 from vitcompress.methods.calibration import calibration_images
-from vitcompress.methods.options import UpvitOptions as Options
+from vitcompress.methods.options import UpvitOptions
 from vitcompress.methods.scores import UNMEASURED, channel_scores, random_scores
 from vitcompress.methods.upvit.importance import Component, Importance, divergence, estimates
 from vitcompress.methods.upvit.target import Block, Target
@@ -95,7 +95,7 @@ class Ranker:
 
     model: nn.Module
     context: Context
-    options: Options
+    options: UpvitOptions
     target: Target
     loader: EvalLoader
 

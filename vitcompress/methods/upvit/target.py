@@ -13,8 +13,7 @@ from vitcompress.errors import InputError, PlanError
 from vitcompress.families import Family, Site, Space, family_of
 from vitcompress.methods.base import reject_unused
 from vitcompress.methods.latency import check_target
-from vitcompress.methods.options import Strategy
-from vitcompress.methods.options import UpvitOptions as Options
+from vitcompress.methods.options import Strategy, UpvitOptions
 from vitcompress.methods.scores import UNMEASURED
 from vitcompress.methods.upvit.importance import Component, components
 from vitcompress.models.create import create_on_meta
@@ -127,7 +126,7 @@ def standard_blocks(model: nn.Module, family: Family) -> dict[str, list[Block]]:
     return {stage: list(map(Block, sites[::2], sites[1::2])) for stage, sites in parts.items()}
 
 
-def find_target(model: nn.Module, family: Family, base: Plan, options: Options) -> Target:
+def find_target(model: nn.Module, family: Family, base: Plan, options: UpvitOptions) -> Target:
     """The target of `options`.
 
     Raises PlanError if none is set, timm cannot build it, the model cannot become it, or an option has no effect.
@@ -241,7 +240,7 @@ def _problems(places: Mapping[Space, Place], here: _Layout, there: _Layout) -> l
     return problems if problems or smaller else ["it is as large as the model"]
 
 
-def _check_options(options: Options, target: Target, own: tuple[Component, ...]) -> None:
+def _check_options(options: UpvitOptions, target: Target, own: tuple[Component, ...]) -> None:
     """Raise PlanError for options without effect."""
     cut = [component for component in own if target.cuts(component)]
     screened = options.score == "screened"
