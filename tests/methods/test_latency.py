@@ -199,5 +199,5 @@ def test_a_measurement_belongs_to_its_goal(tmp_path: Path) -> None:
     count = clock(lambda candidate, runtime: calls.append(runtime) or 1.0)  # type: ignore[func-returns-value]
     for goal in (Goal(1.0, "torch", 1, None), Goal(1.0, "torch", 64, None), Goal(1.0, "torch", 64, None)):
         about = context(tmp_path, vit, latency=count)
-        latency.Search(about, goal, vit, 2).measure(about.plan.delta())
+        latency.LatencySearch(about, goal, vit, 2).measure(about.plan.delta())
     assert len(calls) == 2

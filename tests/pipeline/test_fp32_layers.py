@@ -32,7 +32,7 @@ from vitcompress.models.create import input_config, plan_of
 from vitcompress.pipeline import export, fp32_layers
 from vitcompress.pipeline.calibration import Calibration
 from vitcompress.pipeline.export import write_export
-from vitcompress.pipeline.fp32_layers import Evaluator, Layers, Search, best_evaluator, minimize, search
+from vitcompress.pipeline.fp32_layers import Evaluator, Layers, LayerSearch, best_evaluator, minimize, search
 from vitcompress.training.datasets import as_images
 from vitcompress.verify.outputs import SHARES, Original, compare, comparison_checks, output_checks
 
@@ -76,7 +76,7 @@ def torch_evaluator(model: nn.Module) -> Evaluator:
     return Evaluator("torch", True, evaluate)
 
 
-def search_fp16(model: nn.Module, fixed: Layers = ()) -> Search:
+def search_fp16(model: nn.Module, fixed: Layers = ()) -> LayerSearch:
     return search(Original(model, X), torch_evaluator(model), "fp16", ranges=scan_ranges(model, X), fixed=fixed)
 
 

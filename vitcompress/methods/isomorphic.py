@@ -24,7 +24,7 @@ from vitcompress.io.text import Columns, Table, format_count, format_range
 from vitcompress.methods import base, budget
 from vitcompress.methods.base import Context, Estimate, Method, StepInfo, StepReport
 from vitcompress.methods.budget import Counts, Ranking, Target, scale_share
-from vitcompress.methods.latency import Search, check_target, goal_of, most_candidates
+from vitcompress.methods.latency import LatencySearch, check_target, goal_of, most_candidates
 from vitcompress.methods.options import IsomorphicOptions as Options
 from vitcompress.methods.scores import UNMEASURED, Scores, compute_scores, random_scores
 from vitcompress.methods.width import ALL, Candidates, groups_of
@@ -65,7 +65,7 @@ def plan(model: nn.Module, context: Context, options: Options) -> Plan:
         ranking = _rank(spaces, compute_scores(model, spaces, context, options.criterion, options.images), options)
         candidates = Candidates(model, spaces, ranking.groups, context.plan)
         goal = goal_of(options)
-        search = Search(context, goal, model, most_candidates(ISOMORPHIC, options)) if goal else None
+        search = LatencySearch(context, goal, model, most_candidates(ISOMORPHIC, options)) if goal else None
         counts, aim = _choose(ranking, candidates, options, search)
         rows = [
             {"name": g.name, "kind": g.kind, "kept": counts[g.name], "of": g.size, "scores": g.scores.tolist()}
@@ -126,7 +126,7 @@ def _rank(spaces: Sequence[Space], scores: Scores, options: Options) -> Ranking:
 
 
 def _choose(
-    ranking: Ranking, candidates: Candidates, options: Options, search: Search | None = None
+    ranking: Ranking, candidates: Candidates, options: Options, search: LatencySearch | None = None
 ) -> tuple[Counts, dict[str, object]]:
     """How many channels each group keeps, and how a counted target was met. A latency needs the `search`."""
     if search is not None:

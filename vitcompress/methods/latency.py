@@ -70,7 +70,7 @@ def plan_step(method: Method, model: nn.Module, context: Context, options: Any, 
     try:
         if unscored is not None:
             return method.plan(model, context, options if scored else unscored)
-        search = Search(context, goal, model, most_candidates(method, options))
+        search = LatencySearch(context, goal, model, most_candidates(method, options))
         sizes = list_sizes(method, model, context.family, context.plan, options)
         target: Target[int] = search.target(lambda size: sizes[size][1])
         budget.check_reach(0, len(sizes) - 1, target)
@@ -102,7 +102,7 @@ def list_sizes(method: Method, model: nn.Module, family: Family, base: Plan, opt
 
 
 @dataclass
-class Search:
+class LatencySearch:
     """Latencies of candidates of one step, each measured once per machine. limit: the largest number of them."""
 
     context: Context

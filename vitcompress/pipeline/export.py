@@ -30,7 +30,7 @@ from vitcompress.models.checkpoint import load_model
 from vitcompress.models.cost import count_by_module
 from vitcompress.models.create import class_names_of, current_plan, input_config
 from vitcompress.pipeline.calibration import Calibration
-from vitcompress.pipeline.fp32_layers import NO_RANGES, Layers, Search, best_evaluator, rank_layers, search
+from vitcompress.pipeline.fp32_layers import NO_RANGES, Layers, LayerSearch, best_evaluator, rank_layers, search
 from vitcompress.pipeline.job import Job
 from vitcompress.plan import is_within
 from vitcompress.training.metrics import random_images
@@ -38,6 +38,7 @@ from vitcompress.verify.files import quarantine, reject_export, rejected_exports
 from vitcompress.verify.folder import noise_images
 from vitcompress.verify.outputs import Original
 
+Write = Callable[..., Exported]  # (path, **changes of options): writes a file
 Model = Literal["dense", "model"]  # the beginning of the names of its files
 QUICK = suite.BenchOptions("paper", batch=1, warmup=10, runs=40)
 CALIBRATION_IMAGES = 64  # on which ranges are scanned and fp32 layers chosen
@@ -92,7 +93,7 @@ def write_export(
     return exported
 
 
-def compare_with_fp32(exported: Exported, write: Callable[[Path], Exported]) -> Exported:
+def compare_with_fp32(exported: Exported, write: Write) -> Exported:
     """`exported` with its speed over the fp32 file that `write` writes, and a note in the warnings of its build.
 
     A file that this machine cannot run is not measured.
@@ -107,7 +108,7 @@ def compare_with_fp32(exported: Exported, write: Callable[[Path], Exported]) -> 
     return write_sidecar(replace(exported, speed=ratio, build={**exported.build, "warnings": warnings}))
 
 
-def _measure_over(exported: Exported, write: Callable[[Path], Exported]) -> suite.Bench | None:
+def _measure_over(exported: Exported, write: Write) -> suite.Bench | None:
     """The file and the one that `write` writes, interleaved at batch 1; None if this machine cannot run them."""
     with suppress(DeviceError), TemporaryDirectory(prefix="vitcompress-") as folder:
         open_runner(exported.path).close()
@@ -116,7 +117,7 @@ def _measure_over(exported: Exported, write: Callable[[Path], Exported]) -> suit
 
 
 def _add_costs(
-    exported: Exported, result: Search, changes: Mapping[str, float], write: Callable[..., Exported], model: nn.Module
+    exported: Exported, result: LayerSearch, changes: Mapping[str, float], write: Write, model: nn.Module
 ) -> Exported:
     """`exported` with its search and the `costs`. changes: of `rank_layers`. write(path, islands=): a file like it."""
     kept, lines = expand_layers(model, result.chosen or ()), [*exported.build.get("warnings", ())]
@@ -136,7 +137,7 @@ def _add_costs(
 
 def _search_layers(
     exporter: Exporter, original: Original, options: ExportOptions, about: ModelInfo, progress: Progress
-) -> tuple[Search, Mapping[str, float]]:
+) -> tuple[LayerSearch, Mapping[str, float]]:
     """Search the fp32 layers; also returns `rank_layers`. Raises PrecisionError if fp16 overflows in any case."""
     fixed = tuple(name for name in options.islands if name != AUTO)
     evaluator = best_evaluator(exporter, original, options, about)
@@ -152,7 +153,7 @@ def _search_layers(
     return search(original, evaluator, options.precision, **about_layers, progress=progress), ranked
 
 
-def _selected_layers(result: Search, precision: str, path: Path) -> Layers:
+def _selected_layers(result: LayerSearch, precision: str, path: Path) -> Layers:
     """The result of a search. If no set passed, write all trials to a file and raise CheckFailedError."""
     if result.chosen is not None:
         return result.chosen
@@ -167,7 +168,7 @@ def _selected_layers(result: Search, precision: str, path: Path) -> Layers:
 
 
 @dataclass(frozen=True)
-class Target:
+class PlannedFile:
     """A file that the recipe exports. options: those that its format uses."""
 
     exporter: Exporter
@@ -176,11 +177,11 @@ class Target:
     options: ExportOptions
 
 
-def _targets(job: Job) -> list[Target]:
+def _planned_files(job: Job) -> list[PlannedFile]:
     """Both models in every format of the recipe, the dense one first: a fair comparison needs the same exporter."""
     table, models = job.recipe.export, get_args(Model)
     return [
-        Target(exporter, model, job.files.exported(model, exporter.suffix), table.only(exporter.supported(table)))
+        PlannedFile(exporter, model, job.files.exported(model, exporter.suffix), table.only(exporter.supported(table)))
         for model, exporter in product(models, map(find_exporter, table.formats))
     ]
 
@@ -191,41 +192,41 @@ def export_models(job: Job) -> None:
     A file that half precision cannot represent is reported and omitted; the rest of the run continues without it.
     """
     traces: dict[Model, dict[Any, Any]] = {"dense": {}, "model": {}}
-    for target in _targets(job):
-        path, exporter = target.path, target.exporter
-        if path.name not in rejected_exports(job.folder) and not _is_complete(target):
+    for planned in _planned_files(job):
+        path, exporter = planned.path, planned.exporter
+        if path.name not in rejected_exports(job.folder) and not _is_complete(planned):
             job.progress.stage(f"Export {path.name}")
             try:
-                _export_target(job, target, traces[target.model])
+                _export_file(job, planned, traces[planned.model])
             except (CheckFailedError, PrecisionError) as error:
                 remedy = f"; {error.hint} in `vitcompress export {job.folder}`" if error.hint else ""
                 reject_export(job.folder, path.name, f"{error.message}{remedy}")
                 job.progress.note(f"{error.message}{remedy}")
-        if target.model == "model" and (reason := exporter.cannot_run()):
+        if planned.model == "model" and (reason := exporter.cannot_run()):
             job.progress.note(f"{exporter.name} was built, not run; {reason} (`vitcompress verify {job.folder}`)")
 
 
-def _is_complete(target: Target) -> bool:
+def _is_complete(planned: PlannedFile) -> bool:
     """Whether the file exists with a complete sidecar."""
-    sidecar = read_sidecar(target.path) if target.path.is_file() else {}
-    return bool(sidecar) and (AUTO not in target.options.islands or bool(sidecar["islands_search"]))
+    sidecar = read_sidecar(planned.path) if planned.path.is_file() else {}
+    return bool(sidecar) and (AUTO not in planned.options.islands or bool(sidecar["islands_search"]))
 
 
-def _export_target(job: Job, target: Target, traces: dict[Any, Any]) -> None:
-    options = target.options
-    model = load_model(job.dense_folder if target.model == "dense" else job.folder)
+def _export_file(job: Job, planned: PlannedFile, traces: dict[Any, Any]) -> None:
+    options = planned.options
+    model = load_model(job.dense_folder if planned.model == "dense" else job.folder)
     present = (*present_layers(model, options.islands), AUTO)
     if absent := [name for name in options.islands if name not in present]:
-        job.progress.note(f"not in {target.path.name}, so not in fp32: {', '.join(absent)}")
+        job.progress.note(f"not in {planned.path.name}, so not in fp32: {', '.join(absent)}")
     original, calibration = Original(model, noise_images(model), real=False), None
     if job.data is not None:  # the test images make no choices
         source, seed = job.data.heldout or job.data.train, job.recipe.run.seed
         original = Original(model, random_images(source, job.input, CALIBRATION_IMAGES, seed))
         calibration = Calibration(model, options, job.files, job.data.train, seed, job.progress)
     exported = write_export(
-        target.exporter,
+        planned.exporter,
         original,
-        target.path,
+        planned.path,
         options=replace(options, islands=tuple(name for name in options.islands if name in present)),
         classes=class_names(job),
         progress=job.progress,
@@ -234,7 +235,7 @@ def _export_target(job: Job, target: Target, traces: dict[Any, Any]) -> None:
     )
     job.files.verification.unlink(missing_ok=True)  # a new file must be verified
     for warning in exported.build.get("warnings", ()):
-        job.progress.note(f"{target.path.name}: {warning}")
+        job.progress.note(f"{planned.path.name}: {warning}")
 
 
 def class_names(job: Job) -> tuple[str, ...]:
@@ -247,7 +248,7 @@ def class_names(job: Job) -> tuple[str, ...]:
 
 def quarantine_failed(job: Job) -> None:
     """Move each exported file that failed a check away, and record why."""
-    for path in (target.path for target in _existing(job)):
+    for path in (planned.path for planned in _existing(job)):
         try:
             checks = (read_sidecar(path).get("verification") or {}).get("checks", ())
             failed = [f"{check['name']}: {check['detail']}" for check in checks if check["verdict"] == "failed"]
@@ -258,16 +259,16 @@ def quarantine_failed(job: Job) -> None:
             job.progress.note(f"{path.name} does not match its model: moved to {quarantine(path)}; {failed[0]}")
 
 
-def _existing(job: Job) -> list[Target]:
-    return [target for target in _targets(job) if target.path.is_file()]
+def _existing(job: Job) -> list[PlannedFile]:
+    return [planned for planned in _planned_files(job) if planned.path.is_file()]
 
 
 def runnable_files(job: Job, model: Model) -> dict[str, tuple[Path, str | None]]:
     """The exports of one model that this machine can run, by format, each with the device to run it on."""
     runnable = {}
-    for target in _existing(job):
-        name, path = target.exporter.name, target.path
-        if target.model == model and target.exporter.cannot_run() is None:
+    for planned in _existing(job):
+        name, path = planned.exporter.name, planned.path
+        if planned.model == model and planned.exporter.cannot_run() is None:
             device = job.onnx_device if name == "onnx" else None
             try:
                 open_runner(path, device=device).close()
@@ -279,7 +280,7 @@ def runnable_files(job: Job, model: Model) -> dict[str, tuple[Path, str | None]]
 
 def describe_fp32_layers(job: Job) -> Iterator[str]:
     """One sentence for each exported file with searched fp32 layers."""
-    for path in (target.path for target in _existing(job)):
+    for path in (planned.path for planned in _existing(job)):
         if result := read_sidecar(path).get("islands_search"):
             proxy = ", which is a proxy for the GPU" if result["proxy"] else ""
             layers, count = ", ".join(result["chosen"]) or "nothing", len(result["tries"])

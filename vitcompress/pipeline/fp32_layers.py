@@ -69,7 +69,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Search:
+class LayerSearch:
     """The record `islands_search` of a sidecar: all trials, in order.
 
     `judge`: title of the evaluator. chosen: the result, None if no set passed. smallest: no layer of it can be omitted.
@@ -125,7 +125,7 @@ def search(
     ranges: Ranges = NO_RANGES,
     ranked: Sequence[str] = (),
     progress: Progress = SILENT,
-) -> Search:
+) -> LayerSearch:
     """Search the smallest set of layers, including `fixed`, that passes in fp32, with the others in `precision`.
 
     ranked: layers in the order in which they are tried, always twice as many, instead of the kinds of layers.
@@ -145,7 +145,7 @@ def search(
         kept = minimize(rest, lambda part: trials.passes((*pinned, *part)))
         passed = shorten_layers(model, expand_layers(model, (*pinned, *kept)))
     about = (evaluator.title, evaluator.proxy, len(original.images), original.real)
-    return Search(*about, tuple(trials.done.values()), passed, passed is not None and not trials.exhausted)
+    return LayerSearch(*about, tuple(trials.done.values()), passed, passed is not None and not trials.exhausted)
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from vitcompress.exporters.runtimes import Runner, RunnerOptions, TorchRunner, a
 from vitcompress.io.progress import Progress
 from vitcompress.methods import budget
 from vitcompress.methods.base import Goal, Measured, context_for
-from vitcompress.methods.latency import CLOSE, Search, goal_of, list_sizes, most_candidates
+from vitcompress.methods.latency import CLOSE, LatencySearch, goal_of, list_sizes, most_candidates
 from vitcompress.models.create import InputConfig, create_model
 from vitcompress.pipeline.job import Job
 from vitcompress.recipe.schema import ExportTable
@@ -69,7 +69,7 @@ def check_latency(job: Job) -> None:
                 job.progress.stage(f"Measure the range of latencies of step {step.number + 1}")
                 context = context_for(model, plan=plan, latency=create_clock(job), progress=job.progress)
                 smallest = list_sizes(step.method, model, job.family, plan, step.options)[-1][1]
-                target = Search(context, goal, model, 2).target(lambda delta: delta)
+                target = LatencySearch(context, goal, model, 2).target(lambda delta: delta)
                 budget.check_reach(plan.delta(), smallest, target)
             model, plan = surgery.apply_to_copy(model, step.delta), plan.then(step.delta)
 
