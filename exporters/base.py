@@ -1,6 +1,6 @@
 """The interface of an exporter, and the record of an exported file that its sidecar stores."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -72,7 +72,7 @@ class ModelInfo(TypedDict, total=False):
 class Stored:
     """One tensor in a file.
 
-    size: bytes of its values. own: bytes that no earlier tensor of the file uses.
+    size: bytes of its values. place: where they are; tensors with equal places share them.
     read(): the values as bytes, in C order; raises ArtifactError if the file is damaged.
     index: whether its type is one that graphs index and select with (int32, int64, bool), or it is the scale of a
         quantized tensor. Integers of other types may be quantized weights.
@@ -82,7 +82,7 @@ class Stored:
     name: str
     shape: tuple[int, ...]
     size: int
-    own: int
+    place: Hashable
     read: Callable[[], bytes]
     index: bool
     dequantized: Callable[[], tuple[np.ndarray, np.ndarray]] | None = None

@@ -108,19 +108,16 @@ def metadata(model: Any) -> dict[str, str]:
 def read_contents(path: Path) -> Contents:
     """The tensors of the ONNX file `path`. Raises ArtifactError like `read_onnx`, and for damaged tensors."""
     model = read_onnx(path)
-    places: set[tuple[tuple[str, str], ...]] = set()
     stored, named = [], {tensor.name: tensor for tensor in model.graph.initializer}
     nodes = [node for node in model.graph.node if node.input and _decodes(node, named)]
     scales = {name for node in nodes for name in node.input[1:]}
     quantized = {node.input[0]: partial(_dequantize, node, named, path.parent) for node in nodes}
-    for tensor in tensors(model):
-        place = () if location(tensor) is None else tuple(sorted(_external(tensor).items()))
+    for number, tensor in enumerate(tensors(model)):
+        place = number if location(tensor) is None else tuple(sorted(_external(tensor).items()))
         values, shape = lambda tensor=tensor: _read_array(tensor, path.parent).tobytes(), tuple(tensor.dims)
         size = math.prod(shape) * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
-        own = 0 if place in places else size
         index = tensor.data_type in INDEX or tensor.name in scales
-        stored.append(Stored(tensor.name, shape, size, own, values, index, quantized.get(tensor.name)))
-        places |= {place} - {()}
+        stored.append(Stored(tensor.name, shape, size, place, values, index, quantized.get(tensor.name)))
     attributes = _find_messages(model, onnx.AttributeProto)
     lists = (a.name for a in attributes if max(len(a.floats), len(a.ints), len(a.s)) > LONGEST_LIST)
     names = {name for tensor in tensors(model) if (name := location(tensor))}

@@ -113,22 +113,20 @@ def read_contents(path: Path) -> Contents:
     if nested := [node.get_type_name() for node in model.get_ops() if node.get_type_name() in NESTED]:
         message = f"{path} has the operation {nested[0]}, whose constants cannot be listed"
         raise ArtifactError(message, hint="export it with vitcompress")
-    places, stored = set[int](), []
     constants = [node for node in model.get_ops() if node.get_type_name() == "Constant"]
     # Names that the quantizer gives: of a tensor, and of its scale and its zero point, which is 0.
     arrays = {node.get_friendly_name(): node.data for node in constants}
     integers = [name for name in arrays if name.endswith("_quantized")]
     stems = {name: name if f"{name}_scale" in arrays else name.removesuffix("_quantized") for name in integers}
     parameters = {f"{stem}_{kind}" for stem in stems.values() for kind in ("scale", "zero_point")}
+    stored = []
     for node in constants:
         values, name = node.data, node.get_friendly_name()
         index = node.get_element_type().get_type_name() in INDEX or name in parameters
-        place, size, scale = values.ctypes.data, values.nbytes, arrays.get(f"{stems.get(name)}_scale")
-        own, shape = 0 if place in places else size, tuple(values.shape)
-        scale = np.array(1.0) if values.dtype == np.float16 else scale
+        scale = np.array(1.0) if values.dtype == np.float16 else arrays.get(f"{stems.get(name)}_scale")
         represented = None if scale is None else partial(represented_values, values, scale)
-        stored.append(Stored(name, shape, size, own, values.tobytes, index, represented))
-        places.add(place)
+        place = (values.ctypes.data, values.nbytes)
+        stored.append(Stored(name, values.shape, values.nbytes, place, values.tobytes, index, represented))
     size = path.stat().st_size + path.with_suffix(".bin").stat().st_size
     labels = read_metadata(model)
     return Contents(tuple(stored), size, {**labels, "precision": '"int8"' if "quantization" in labels else '"fp32"'})

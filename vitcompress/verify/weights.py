@@ -67,8 +67,9 @@ class FileTensors:
 
     def bytes_of(self, name: str, model: nn.Module) -> dict[str, str | int]:
         """The bytes of the file `name`: of the tensors of `model`, of constants, and of the graph."""
-        weights = sum({id(stored): stored.own for stored in self.matches.values()}.values())
-        constants = sum(stored.own for stored in self.constants)
+        places = {stored.place: stored.size for stored in self.matches.values()}
+        others = {stored.place: stored.size for stored in self.constants if stored.place not in places}
+        weights, constants = sum(places.values()), sum(others.values())
         parameters, graph = sum(p.numel() for p in model.parameters()), self.size - weights - constants
         parts = {"of_model": weights, "of_constants": constants, "of_graph": graph, "parameters": parameters}
         return {"file": name, "bytes": self.size, **parts}
