@@ -1,7 +1,7 @@
 """The interface of all runtimes: options, and runners that can be called, described and timed."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters.calls import BoundCall
+from vitcompress.exporters.sidecar import read_input
 from vitcompress.exporters.uint8 import to_bytes
 from vitcompress.io.text import format_range
 from vitcompress.models.create import InputConfig, check_images
@@ -120,10 +121,12 @@ class Runner(ABC):
         for call in list(self._calls):
             call.release()
 
-    def _set_size(self, shape: Iterable[int]) -> None:
-        """Set `input_size`. shape: of one image as the file takes it."""
+    def _set_input(self, shape: Iterable[int], labels: Mapping[str, object], *, takes_bytes: bool) -> None:
+        """Set what images the file takes. shape: of one of them. labels: the file's decoded metadata."""
         first, second, third = shape
-        self.input_size = (third, first, second) if self.takes_bytes else (first, second, third)
+        self.takes_bytes = takes_bytes
+        self.input_size = (third, first, second) if takes_bytes else (first, second, third)
+        self.input = read_input(self.name, labels, self.input_size)
 
     def _prepare(self, images: Tensor) -> np.ndarray:
         if not self.takes_bytes or images.dtype != torch.uint8:

@@ -16,7 +16,7 @@ from vitcompress.exporters.onnx import file, libraries, providers
 from vitcompress.exporters.onnx.providers import CPU, ProviderSettings
 from vitcompress.exporters.options import DEFAULTS
 from vitcompress.exporters.runner import Runner, RunnerOptions, check_batch
-from vitcompress.exporters.sidecar import check_sha256, read_input
+from vitcompress.exporters.sidecar import check_sha256
 from vitcompress.io import hardware
 from vitcompress.io.files import decode_json_values
 from vitcompress.io.text import format_shape
@@ -61,10 +61,8 @@ class OnnxRunner(Runner):
         self._input, self._output = _inputs_and_outputs(path, self.session)
         if isinstance(fixed := self._input.shape[0], int):
             self._batch_range = (fixed, fixed, fixed)
-        self.takes_bytes = self._input.type == "tensor(uint8)"
-        self._set_size(map(int, self._input.shape[1:]))
+        self._set_input(self._input.shape[1:], labels, takes_bytes=self._input.type == "tensor(uint8)")
         self._transfers = options.transfers and self._stream is not None
-        self.input = read_input(self.name, labels, self.input_size)
 
     def _provider_settings(self, model: Any) -> ProviderSettings:
         """The provider's settings. Sets the range of batches that it builds for, if any."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from vitcompress.errors import ArtifactError, DeviceError, MissingExtraError
 from vitcompress.exporters.calls import BoundCall
 from vitcompress.exporters.runner import Runner, RunnerOptions
-from vitcompress.exporters.sidecar import check_sha256, read_input
+from vitcompress.exporters.sidecar import check_sha256
 from vitcompress.io.files import decode_json_values
 
 TELEMETRY = "openvino_telemetry"
@@ -130,9 +130,7 @@ class OpenVinoRunner(Runner):
         labels = decode_json_values(read_metadata(model))
         self.precision = options.precision or str(labels.get("precision", "fp32"))
         (self._batch, *shape), element = _input_shape(path, model)
-        self.takes_bytes = element == "u8"
-        self._set_size(shape)
-        self.input = read_input(self.name, labels, self.input_size)
+        self._set_input(shape, labels, takes_bytes=element == "u8")
         int8 = str(labels.get("precision")).startswith("int8")
         possible = [name for name in HINTS if name.startswith("int8") is int8]
         if self.precision not in (*possible, DEFAULT):

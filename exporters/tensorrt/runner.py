@@ -10,7 +10,7 @@ from torch import Tensor
 from vitcompress.errors import ArtifactError, DeviceError
 from vitcompress.exporters.calls import BoundCall
 from vitcompress.exporters.runner import Runner, RunnerOptions, check_batch
-from vitcompress.exporters.sidecar import find_mismatches, read_input, read_sidecar, sidecar_path
+from vitcompress.exporters.sidecar import find_mismatches, read_sidecar, sidecar_path
 from vitcompress.exporters.tensorrt import flavours
 from vitcompress.exporters.tensorrt.flavours import FLAVOURS, HEADER, RTX, Flavour, capability, numbers
 from vitcompress.exporters.tensorrt.process import EngineProcess
@@ -52,9 +52,8 @@ class EngineRunner(Runner):
             host_code=host_code,
         )
         self.facts, self.layers = self._process.facts, self._process.layers
-        self.takes_bytes = self.facts["input_type"] == "UINT8"
-        self._set_size(self.facts["input_shape"][1:])
-        self.input = read_input(self.name, decode_json_values(self._sidecar.get("metadata", {})))
+        labels = decode_json_values(self._sidecar.get("metadata", {}))
+        self._set_input(self.facts["input_shape"][1:], labels, takes_bytes=self.facts["input_type"] == "UINT8")
         self._slots = count(1)
 
     def __call__(self, images: Tensor) -> Tensor:
