@@ -40,7 +40,7 @@ def multiply_patches(graph: ir.Graph) -> None:
     weight keeps its shape: runtimes fold the Reshape of a constant.
     """
     for node in [node for node in graph if node.op_type == "Conv" and _needs_product(node)]:
-        _multiply_patches(graph, node)
+        _replace_convolution(graph, node)
 
 
 def _needs_product(node: ir.Node) -> bool:
@@ -54,7 +54,8 @@ def _needs_product(node: ir.Node) -> bool:
     return whole and channels < 8 and [*strides] == patch and not any(pads) and channels == images.shape[1]
 
 
-def _multiply_patches(graph: ir.Graph, node: ir.Node) -> None:
+def _replace_convolution(graph: ir.Graph, node: ir.Node) -> None:
+    """By a Gemm on the patches in rows: cut the images, bring each patch together, multiply, and restore the maps."""
     (images, weight, *bias), (maps,) = node.inputs, node.outputs
     assert weight is not None and weight.shape is not None and maps.shape is not None
     (width, channels, high, wide), (rows, columns) = weight.shape.numpy(), maps.shape[2:]
@@ -64,15 +65,13 @@ def _multiply_patches(graph: ir.Graph, node: ir.Node) -> None:
         graph.insert_before(node, new)
         return new.outputs[0]
 
-    def reshape(value: ir.Value | None, shape: Sequence[Any], suffix: str) -> ir.Value:
-        return _reshape(graph, value, maps, shape, suffix, node)
-
-    cut = reshape(images, [None, channels, rows, high, columns, wide], "cut")
+    cut = _reshape(graph, images, maps, [None, channels, rows, high, columns, wide], "cut", node)
     patches = add("Transpose", [cut], "patches", [None, rows, columns, channels, high, wide], perm=[0, 2, 4, 1, 3, 5])
     length = channels * high * wide
-    factors = reshape(patches, [None, length], "rows"), reshape(weight, [width, length], "matrix")
-    product = add("Gemm", [*factors, *bias], "product", [None, width], transB=1)
-    whole = reshape(product, [None, rows, columns, width], "whole")
+    in_rows = _reshape(graph, patches, maps, [None, length], "rows", node)
+    matrix = _reshape(graph, weight, maps, [width, length], "matrix", node)
+    product = add("Gemm", [in_rows, matrix, *bias], "product", [None, width], transB=1)
+    whole = _reshape(graph, product, maps, [None, rows, columns, width], "whole", node)
     ir.convenience.replace_all_uses_with(maps, add("Transpose", [whole], "maps", list(maps.shape), perm=[0, 3, 1, 2]))
     graph.remove(node, safe=True)
 
