@@ -70,9 +70,10 @@ def check_options(options: ExportOptions) -> None:
 
 def _stored_options(options: ExportOptions) -> ExportOptions:
     """Those of the ONNX file to convert. Eight bits of weights need a processor that adds their products exactly."""
-    int8, bits = options.precision.startswith("int8"), options.weight_bits
-    bits = bits or (7 if hardware.slow_reason("int8") else 8) if int8 else bits
-    return replace(options, precision="int8" if int8 else "fp32", weight_bits=bits)
+    if not options.precision.startswith("int8"):
+        return replace(options, precision="fp32")
+    bits = options.weight_bits or (7 if hardware.slow_reason("int8") else 8)
+    return replace(options, precision="int8", weight_bits=bits)
 
 
 def _convert(source: Path, labels: dict[str, str], target: Path) -> None:
