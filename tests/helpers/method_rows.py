@@ -7,8 +7,8 @@ from typing import Any
 from vitcompress.methods import ablations, auxiliary, isomorphic, magnitude, nose
 from vitcompress.methods.hetdpt import method as hetdpt
 from vitcompress.methods.options import Alignment, CollectionOptions, EntropyOptions, SearchOptions
-from vitcompress.methods.sero import layout as sero
-from vitcompress.methods.upvit import target as upvit
+from vitcompress.methods.sero import method as sero
+from vitcompress.methods.upvit import method as upvit
 from vitcompress.training.options import Augmentation, TrainOptions
 
 TRAIN = TrainOptions(epochs=2, batch_size=16, lr=1e-3)
