@@ -167,11 +167,12 @@ def test_a_prepared_model_equals_timms(variant: str) -> None:
     assert_same(logits(prepared, x), logits(model, x))
     names = list(prepared.state_dict())
     assert list(prepare_model(prepared).state_dict()) == names, "preparing again changes nothing"
-    assert (names != list(model.state_dict())) == (variant in ("beit", "beit_absolute", "packed_biases"))
+    renamed = ("beit", "beit_absolute", "packed_biases", "split_swiglu")
+    assert (names != list(model.state_dict())) == (variant in renamed)
     assert list(build(variant).state_dict()) == names
 
 
-@pytest.mark.parametrize("variant", ["beit", "beit_absolute", "rotary"])
+@pytest.mark.parametrize("variant", ["beit", "beit_absolute", "rotary", "split_swiglu"])
 def test_a_state_dict_with_timms_names_loads_into_timms_model(variant: str) -> None:
     model, x = build(variant), images(variant)
     timms = build(variant, prepared=False, seed=1)

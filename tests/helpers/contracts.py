@@ -102,6 +102,7 @@ CONTRACTS = {
     ("eva", "rotary_pre_norm"): Contract("vit_pe_spatial_tiny_patch16_512", {"swiglu_mlp": True}, "eva"),
     ("eva", "eva_unturned"): Contract("vit_small_patch16_dinov3", {"use_rot_pos_emb": False}, "eva"),
     ("eva", "rotary_pool"): Contract("vit_pe_core_small_patch16_384", family="eva"),
+    ("eva", "split_swiglu"): Contract("vit_small_plus_patch16_dinov3", family="eva"),
     ("eva", "packed_biases"): Contract("vit_small_patch16_dinov3_qkvb", family="eva"),
     ("beit", "beit"): Contract(BEIT, {"img_size": [8, 12]}, "beit"),
     ("beit", "beit_absolute"): Contract(

@@ -36,7 +36,8 @@ def apply_methods(results: Iterable[Result]) -> Iterator[Result]:
 
 
 @pytest.mark.parametrize(
-    ("variant", "steps"), [("layer_scale", 3), ("swiglu", 2), ("dinov3", 2), ("swin", 2), ("pvt", 3)]
+    ("variant", "steps"),
+    [("layer_scale", 3), ("swiglu", 2), ("split_swiglu", 2), ("dinov3", 2), ("swin", 2), ("pvt", 3)],
 )
 def test_composed_plans_rebuild_the_model(variant: str, steps: int, tmp_path: Path) -> None:
     assert set(OPTIONS) == set(METHODS)

@@ -104,7 +104,7 @@ def test_weights_from_a_file(variant: str, suffix: str, tmp_path: Path) -> None:
     assert not torch.equal(logits(create_model(row.arch, row.arch_args), x), logits(model, x))
 
 
-@pytest.mark.parametrize("variant", ["beit", "packed_biases"])
+@pytest.mark.parametrize("variant", ["beit", "packed_biases", "split_swiglu"])
 def test_weights_with_timms_names_load_into_a_prepared_model(variant: str, tmp_path: Path) -> None:
     model, path = saved(tmp_path, variant, prepared=False)
     row, x = contract(variant), images(variant, dtype=torch.float32)

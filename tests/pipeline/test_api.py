@@ -151,6 +151,25 @@ def test_models_of_timm_itself_are_taken() -> None:
     assert vc.count_cost(small).params < vc.count_cost(dense).params
 
 
+@pytest.mark.parametrize("arch", ["beit_base_patch16_224", "vit_small_plus_patch16_dinov3"])
+def test_models_with_other_names_than_those_of_timm_are_planned_as_those_of_create_model(
+    arch: str, tmp_path: Path
+) -> None:
+    dense = timm.create_model(arch, num_classes=4, **ARGS).eval()
+    names = set(dense.state_dict())
+    torch.save(dense.state_dict(), tmp_path / "weights.pth")
+    same = vc.create_model(arch, weights=tmp_path / "weights.pth", num_classes=4, **ARGS)
+    kept = [vc.plan(each, data=batches(), align=FINE).kept for each in (dense, same)]
+    assert kept[0] == kept[1]
+    vc.save_model(dense, tmp_path / "out")
+    vc.export(dense, tmp_path / "out" / "model.onnx")
+    assert vc.verify(tmp_path / "out").passed and set(dense.state_dict()) == names
+    options: dict[str, Any] = {"sparsity": 0.4, "epochs": 2, "round_to": 1, "training": {"batch_size": 16}}
+    kept = [vc.plan(each, "sero", batches(), **options).kept for each in (dense, same)]
+    assert kept[0] == kept[1]
+    assert torch.equal(dense(X), same(X)) and set(dense.state_dict()) == set(same.state_dict()) != names
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

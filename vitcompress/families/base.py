@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
-from timm.layers import AttentionPoolLatent, GluMlp, LayerNorm2d, LayerScale, Mlp, PatchEmbed
+from timm.layers import AttentionPoolLatent, GluMlp, LayerNorm2d, LayerScale, Mlp, PatchEmbed, SwiGLU
 from torch import Tensor, nn
 
 from vitcompress.families.attention import AnyWidthAttention, SlicedPool
@@ -143,9 +143,10 @@ class Family(ABC):
         ):
             if part is not None and type(part) not in types:
                 return f"its {what} {type(part).__name__}"
-        if isinstance(mlp, Mlp | GluMlp) and not (is_empty(mlp.norm) and isinstance(mlp.fc1, nn.Linear)):
+        if isinstance(mlp, Mlp | GluMlp | SwiGLU) and not (is_empty(mlp.norm) and isinstance(mlp.fc2, nn.Linear)):
             return "its FFN normalizes its hidden channels or is convolutional"
-        return "its gated FFN has no biases" if isinstance(mlp, GluMlp) and mlp.fc1.bias is None else None
+        first = mlp.fc1 if isinstance(mlp, GluMlp) else mlp.fc1_g if isinstance(mlp, SwiGLU) else None
+        return "its gated FFN has no biases" if first is not None and first.bias is None else None
 
     def blocks(self, model: nn.Module) -> dict[str, nn.Module]:
         """The remaining blocks by path, in forward order."""
@@ -334,11 +335,13 @@ def describe_ffn(model: nn.Module, path: str, mlp: Any) -> Described:
     if isinstance(mlp, nn.Linear):  # folded
         return [], [input_axis(name), *linear_axes(model, name)]
     hidden = mlp.fc2.in_features
-    axes = linear_axes(model, f"{name}.fc1", copies=mlp.fc1.out_features // hidden)
+    axes, first = (), [layer for layer in ("fc1", "fc1_g", "fc1_x") if hasattr(mlp, layer)]  # two before `prepare`
+    for layer in first:
+        axes += linear_axes(model, f"{name}.{layer}", copies=getattr(mlp, layer).out_features // hidden)
     if hasattr(mlp, "dwconv"):
         axes += linear_axes(model, f"{name}.dwconv")
     space = Space(name, "mlp", hidden, (*axes, input_axis(f"{name}.fc2")))
-    return [space], [input_axis(f"{name}.fc1"), *linear_axes(model, f"{name}.fc2")]
+    return [space], [*(input_axis(f"{name}.{layer}") for layer in first), *linear_axes(model, f"{name}.fc2")]
 
 
 def describe_pool(model: nn.Module, name: str, pool: Any) -> Described:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 import torch
-from timm.layers import AttentionPoolLatent, AttentionRope, Mlp
+from timm.layers import AttentionPoolLatent, AttentionRope, GluMlp, Mlp, SwiGLU
 from timm.models.beit import Attention, Beit, Block
 from timm.models.eva import Eva, EvaAttention, EvaBlock
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from vitcompress.families.attention import SlicedPool, SlicedPositionAttention, SlicedRotaryAttention
 from vitcompress.families.base import Described
 from vitcompress.families.edited_block import Wiring, children
+from vitcompress.families.gated_ffn import pack
 from vitcompress.families.vit import VitFamily
 
 
@@ -50,6 +51,7 @@ class EvaFamily(VitFamily):
         AttentionRope: SlicedRotaryAttention,
         AttentionPoolLatent: SlicedPool,
     }
+    ffn_types = (Mlp, GluMlp, SwiGLU)
     wiring = Wiring(
         branches=(("norm1", "attn", "gamma_1", "drop_path1"), ("norm2", "mlp", "gamma_2", "drop_path2")),
         takes_arguments=frozenset({"attn"}),
@@ -73,19 +75,21 @@ class EvaFamily(VitFamily):
         return [replace(qk, whole_heads=getattr(model, "rope", None) is not None), v], stream
 
     def prepare(self, model: nn.Module) -> None:
-        """Move separate biases of q, k and v into the `qkv` layer, which timm then calls as a module.
+        """Move separate biases of q, k and v into the `qkv` layer, and gate and values of an FFN into one layer.
 
-        With separate biases timm uses only the weight of the layer, so no hook on the layer would run.
+        With separate biases timm uses only the weight of the `qkv` layer, so no hook on the layer would run.
         """
-        for module in model.modules():
+        for module in [*model.modules()]:
             attn: Any = module
+            if isinstance(mlp := getattr(module, "mlp", None), SwiGLU):
+                module.mlp = pack(mlp)
             if getattr(attn, "q_bias", None) is not None and isinstance(attn.qkv, nn.Linear):
                 packed = torch.cat([attn.q_bias, attn.k_bias, attn.v_bias]).detach()
                 attn.qkv.bias = nn.Parameter(packed, requires_grad=attn.q_bias.requires_grad)
                 attn.q_bias = attn.k_bias = attn.v_bias = None
 
     def timm_state(self, model: nn.Module) -> dict[str, Tensor]:
-        """The state dict with separate biases again, without that of k.
+        """The state dict with separate layers and biases again, without the bias of k.
 
         Exact without a rotary embedding: the bias of k then shifts all scores of a query equally.
         """
@@ -94,6 +98,9 @@ class EvaFamily(VitFamily):
             if hasattr(module, "q_bias") and f"{name}.qkv.bias" in state:
                 q, _, v = state.pop(f"{name}.qkv.bias").chunk(3)
                 state |= {f"{name}.q_bias": q, f"{name}.v_bias": v}
+            for part in ("weight", "bias") if hasattr(module, "split") else ():
+                gate, values = state.pop(f"{name}.fc1.{part}").chunk(2)
+                state |= {f"{name}.fc1_g.{part}": gate, f"{name}.fc1_x.{part}": values}
         return state
 
     def at_size(self, model: Any, height: int, width: int) -> nn.Module:

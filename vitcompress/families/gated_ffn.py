@@ -1,4 +1,5 @@
-"""Gated FFNs, y = W2 (act(Wg x + bg) * (Wv x + bv)) + b2: SwiGLU in DINOv2-g, timm's GluMlp.
+"""Gated FFNs, y = W2 (act(Wg x + bg) * (Wv x + bv)) + b2: timm's GluMlp (SwiGLU in DINOv2-g), and its
+SwiGLU (DINOv3 S+, H+ and 7B), which `pack` rewrites as a GluMlp.
 
 Without its activation the gate still multiplies, so the FFN cannot be folded. With a constant gate g it can:
 y = W2 (diag(g) Wv x + g bv) + b2 is an FFN of two linear layers. `drop_gate` uses g = 1, `mean_gate` uses
@@ -8,8 +9,20 @@ g = act(bg); `freeze_gate` rewrites the weights so that act(bg) is a measured me
 from typing import Any, cast
 
 import torch
-from timm.layers import Mlp
+from timm.layers import GluMlp, Mlp, SwiGLU
 from torch import Tensor, nn
+
+
+def pack(mlp: SwiGLU) -> GluMlp:
+    """The equal FFN that computes gate and values in one layer, over the other modules of `mlp`."""
+    packed = GluMlp(1, 2, gate_last=False, device="meta")
+    packed.fc1 = nn.Linear(mlp.fc1_g.in_features, 2 * mlp.fc2.in_features, device="meta")
+    for name, gate in mlp.fc1_g.named_parameters():
+        joined = torch.cat([gate, mlp.fc1_x.get_parameter(name)]).detach()
+        setattr(packed.fc1, name, nn.Parameter(joined, gate.requires_grad))
+    packed.act, packed.drop1, packed.norm, packed.fc2, packed.drop2 = mlp.act, mlp.drop1, mlp.norm, mlp.fc2, mlp.drop2
+    vars(packed)["split"] = True  # in timm's model, see `EvaFamily.timm_state`
+    return packed.train(mlp.training)
 
 
 def _rows(mlp: Any) -> tuple[slice, slice]:

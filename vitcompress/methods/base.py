@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress.errors import ArtifactError, PlanError, VitcompressError
-from vitcompress.families import Family, family_of
+from vitcompress.families import Family, family_of, prepare_model
 from vitcompress.io.files import file_sha256, find_changed_files, read_json, user_path, write_json
 from vitcompress.io.progress import SILENT, Progress
 from vitcompress.io.tensors import save_tensors
@@ -216,7 +216,7 @@ def load_handed_over(model: nn.Module, folder: Path, plan: Plan, runtime: Runtim
     on_disk = load_for(path, plan) if runtime.is_main and path.is_file() else None
     tensors: dict[str, Tensor] | None = runtime.broadcast(on_disk)
     if tensors is not None:
-        load_strictly(model, tensors, path)
+        load_strictly(prepare_model(model), tensors, path)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress.errors import ArtifactError, InputError, PlanError, WeightsError
-from vitcompress.families import Family, family_of, prepare_model
+from vitcompress.families import Family, family_of
 from vitcompress.families.edited_block import SITE_PARTS
 from vitcompress.io.files import parse_plain, read_text, user_path, write_text
 from vitcompress.io.manifest import check_unchanged, write_manifest
@@ -71,7 +70,7 @@ def save_model(model: nn.Module, folder: str | Path, classes: Sequence[str] | No
     folder, plan = user_path(folder), create.current_plan(model)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ArtifactError(f"{folder} is not empty", hint="choose a new folder; this one may contain other exports")
-    model = model if hasattr(model, "plan") else prepare_model(deepcopy(model))
+    model = create.prepared(model)
     weights, count = model.state_dict(), getattr(model, "num_classes", None)
     if classes is not None and len(classes) != count:
         raise InputError(f"{len(classes)} class names, but the model has {count} classes")

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from vitcompress.errors import DataError, InputError, WeightsError, close_matches, first_line
 from vitcompress.families import prepare_model, reject_wrapper, unwrap
+from vitcompress.families.lookup import copy_model
 from vitcompress.io.tensors import LIBRARY_ERRORS
 from vitcompress.io.text import format_shape
 from vitcompress.io.validation import create_table, validate
@@ -132,6 +133,12 @@ def _finish(model: nn.Module, arch: str, args: Mapping[str, object]) -> nn.Modul
     classes = {"num_classes": model.num_classes} if hasattr(model, "num_classes") else {}
     model.pretrained_cfg = {**getattr(model, "pretrained_cfg", {}), **own, **classes}  # type: ignore[assignment]
     return model
+
+
+def prepared(model: nn.Module) -> nn.Module:
+    """`model` if it has a plan, so that it is prepared, else a copy that `prepare_model` rewrote."""
+    reject_wrapper(model)
+    return model if hasattr(model, "plan") else prepare_model(copy_model(model))
 
 
 def plan_of(model: nn.Module) -> Plan:

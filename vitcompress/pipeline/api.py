@@ -98,7 +98,8 @@ def plan(
     """Choose what to remove from `model`; `prune` carries it out.
 
     It moves `model` to `device`. Methods that change weights leave the new ones in it: `sero` and `recover`, which
-    train, mean gates of SwiGLU models (`gated_ffn`), and `attention_scale="reset"`. Pass a copy to keep the old ones.
+    train, mean gates of SwiGLU models (`gated_ffn`), and `attention_scale="reset"`. They have the names of
+    `create_model` then, also in a model of timm itself. Pass a copy to keep the old ones.
 
     Args:
         data: labeled training images: a map-style data set of (image, class) pairs, or an iterable of (images, labels)
@@ -134,7 +135,7 @@ def plan(
     call |= {"options": asdict(settings), "training": asdict(base.train)}
     with _recorded(context.folder / "call.json", call, model, "plan"):
         model.to(context.runtime.device)
-        delta = plan_step(chosen, model, context, settings)
+        delta = plan_step(chosen, create.prepared(model), context, settings)
         load_handed_over(model, context.folder, context.plan, context.runtime)
     return delta
 
@@ -278,6 +279,7 @@ def export(
     exporter.check_path(path)
     with convert_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
+    model = create.prepared(model)  # the names of its weights are those of `save_model`
     original, calibration = Original(model, noise_images(model), real=False), None
     if data is not None:
         source = as_images(data, create.image_size(model))
