@@ -188,18 +188,19 @@ def assign(data: dict[str, object], assignment: str) -> str | None:
     target: Any = data
     for number, part in enumerate(path):
         last = number == len(path) - 1
-        if isinstance(target, list) and isinstance(part, int) and part >= len(target):
-            return f"--set {shown}   no entry {part}: numbers start at 0 (here: {format_range(0, len(target) - 1)})"
-        if isinstance(target, list) and (not isinstance(part, int) or (last and value is REMOVED)):
-            return f"--set {shown}   a list of {len(target)}: write its number, as in step.0.method"
-        if not isinstance(target, list) and not (isinstance(target, dict) and isinstance(part, str)):
+        if isinstance(target, list):
+            if isinstance(part, int) and part >= len(target):
+                return f"--set {shown}   no entry {part}: numbers start at 0 (here: {format_range(0, len(target) - 1)})"
+            if isinstance(part, str) or (last and value is REMOVED):
+                return f"--set {shown}   a list of {len(target)}: write its number, as in step.0.method"
+        elif not isinstance(target, dict) or isinstance(part, int):
             return f"--set {shown}   there is no such place in the recipe"
-        if not last:
-            target = target[part] if isinstance(target, list) else target.setdefault(part, {})
-        elif value is REMOVED and isinstance(target, dict):
+        if last and value is REMOVED:
             target.pop(part, None)
-        else:
+        elif last:
             target[part] = value
+        else:
+            target = target[part] if isinstance(target, list) else target.setdefault(part, {})
     return None
 
 
