@@ -149,13 +149,13 @@ def verify_export(
     results, tensors = check_files(paths, original, "files checked", progress)
     checks = tuple(chain.from_iterable(results.values()))
     if inside:
-        for file in () if dense else exported_files(folder, "model"):
-            with suppress(InputError):  # a damaged file fails when the folder is verified
-                if file not in results and (contents := contents_of(file)):
-                    tensors[file.name] = compare_contents(contents, original)
-        # The table of weights is that of the compressed model.
-        own = () if dense else (shape_check(original.rows, model),)
-        weights = {} if dense else weight_table(original.rows, model, tensors)
+        own, weights = tuple[Check, ...](), dict[str, Any]()
+        if not dense:  # the table of weights is that of the compressed model
+            for file in exported_files(folder, "model"):
+                with suppress(InputError):  # a damaged file fails when the folder is verified
+                    if file not in results and (contents := contents_of(file)):
+                        tensors[file.name] = compare_contents(contents, original)
+            own, weights = (shape_check(original.rows, model),), weight_table(original.rows, model, tensors)
         replaced = {check.name for check in (*checks, *own)}
         verification = Verification((*checks, *own), weights)
         update_verification(
