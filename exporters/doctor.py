@@ -93,17 +93,23 @@ def targets() -> list[Record]:
         for name, exporter in EXPORTERS.items()
     ]
     for name, provider in PROVIDERS.items():
-        if provider.device != "mps" or provider.present:
-            problem, on_gpu = onnx_problem(provider=name), provider.device == "cuda"
-            if on_gpu and not hardware.count_gpus():
-                problem = f"torch finds no NVIDIA GPU here{hardware.cuda_reason()}; with one: {provider.remedy}"
-            records.append(_target(f"onnxruntime {name}", NO_FORMAT, problem, provider.packages, on_gpu))
-    no_cuda = hardware.cuda_reason() or ("" if torch.version.cuda else ": built without CUDA (see pytorch.org)")
+        if provider.device == "mps" and not provider.present:
+            continue
+        problem, on_gpu = onnx_problem(provider=name), provider.device == "cuda"
+        if on_gpu and not hardware.count_gpus():
+            problem = f"torch finds no NVIDIA GPU here{hardware.cuda_reason()}; with one: {provider.remedy}"
+        records.append(_target(f"onnxruntime {name}", NO_FORMAT, problem, provider.packages, on_gpu))
     for device, present in _devices().items():
-        if present or device != "mps" or sys.platform == "darwin":
-            absent = f"torch finds no {'NVIDIA GPU' if device == 'cuda' else device} here{no_cuda * (device == 'cuda')}"
-            problem = torch_problem(device) if present else absent
-            records.append(_target(f"torch {device}", NO_FORMAT, problem, ("torch",), "cuda" in device))
+        if present:
+            problem = torch_problem(device)
+        elif device == "cuda":
+            reason = hardware.cuda_reason() or ("" if torch.version.cuda else ": built without CUDA (see pytorch.org)")
+            problem = f"torch finds no NVIDIA GPU here{reason}"
+        elif sys.platform == "darwin":
+            problem = f"torch finds no {device} here"
+        else:
+            continue
+        records.append(_target(f"torch {device}", NO_FORMAT, problem, ("torch",), "cuda" in device))
     return records
 
 
