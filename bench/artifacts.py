@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -58,17 +59,17 @@ def open_artifacts(
     if settings and not any(map(_runs_in_torch, artifacts)):
         problem = "--variants are settings of torch, and none of these artifacts runs in torch"
         raise InputError(problem, hint="leave --variants out, or add a run folder or timm:NAME")
-    names = {path: list(settings) if settings and _runs_in_torch(path) else [None] for path in artifacts}
     runners = dict[Runner, tuple[str | Path, str | None]]()
-    for artifact, variant in ((path, name) for path in artifacts for name in names[path]):
-        from_timm = str(artifact).startswith(TIMM_ONNX)
-        any_device = _runs_in_torch(artifact) or from_timm or Path(artifact).suffix == ".onnx"
-        own = replace(options, device=device if any_device else options.device, **settings.get(variant or "", {}))
-        runner = _timm_onnx(str(artifact), own) if from_timm else open_runner(artifact, own)
-        runner.name = f"{artifact} {variant}" if variant else runner.name
-        stack.callback(runner.close)
-        _check_settings(runner, options)
-        runners[runner] = artifact, variant
+    for artifact in artifacts:
+        in_torch, from_timm = _runs_in_torch(artifact), str(artifact).startswith(TIMM_ONNX)
+        any_device = in_torch or from_timm or Path(artifact).suffix == ".onnx"
+        for variant in settings if in_torch and settings else (None,):
+            own = replace(options, device=device if any_device else options.device, **settings.get(variant or "", {}))
+            runner = _timm_onnx(str(artifact), own) if from_timm else open_runner(artifact, own)
+            runner.name = f"{artifact} {variant}" if variant else runner.name
+            stack.callback(runner.close)
+            _check_settings(runner, options)
+            runners[runner] = artifact, variant
     return runners
 
 
@@ -99,15 +100,16 @@ def parse_variants(variants: str, device: str | None) -> dict[str, Settings]:
     if names == ["all"]:
         names = [name for name in ALL.get(kind, ()) if "compile" not in name or _has_compiler(kind)]
         names = [name for name in names if kind != "cuda" or _supports(str(device), name)]
-    for word in (word for name in names for word in name.split("+")):
+    words = {name: name.split("+") for name in names}
+    for word in chain.from_iterable(words.values()):
         if word not in WORDS:
             hint = f"join words from {', '.join(WORDS)} with +, as in fp32,fp16+compile, or use all"
             raise InputError(f"there is no variant {word!r}{did_you_mean(word, WORDS)}", hint=hint)
-    settings = {name: [pair for word in name.split("+") for pair in WORDS[word].items()] for name in names}
-    for name, pairs in settings.items():
-        if len(pairs) != len(dict(pairs)):
+    settings = {name: dict(chain.from_iterable(WORDS[word].items() for word in words[name])) for name in names}
+    for name, own in settings.items():
+        if len(own) != len(words[name]):  # each word sets one thing
             raise InputError(f"the variant {name!r} sets something twice", hint="name one precision in each variant")
-    return {name: dict(pairs) for name, pairs in settings.items()}
+    return settings
 
 
 def _supports(device: str, name: str) -> bool:
