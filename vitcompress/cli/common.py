@@ -63,6 +63,11 @@ def abort_on_interrupts() -> Iterator[None]:
 
     Python ignores exceptions in finalizers, and libraries ignore some of them. Code that cleans up is not disturbed.
     """
+    # Windows has no timers, other threads cannot set handlers, and a shell may let a background job ignore Ctrl-C.
+    possible = hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
+    if not possible or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
     before, process, pressed = sys.unraisablehook, os.getpid(), list[int]()
 
     def interrupt(number: int, frame: Any) -> None:
@@ -75,11 +80,6 @@ def abort_on_interrupts() -> Iterator[None]:
         if number == signal.SIGINT or handled is None:
             raise KeyboardInterrupt
 
-    # Windows has no timers, other threads cannot set handlers, and a shell may let a background job ignore Ctrl-C.
-    possible = hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
-    if not possible or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
     handlers = [(number, signal.signal(number, interrupt)) for number in (signal.SIGINT, signal.SIGALRM)]
     sys.unraisablehook = lambda lost: None if lost.exc_type is KeyboardInterrupt else before(lost)
     try:
@@ -207,12 +207,13 @@ def check_files(values: Mapping[str, Any]) -> None:
     """Raise InputError if one of the options `values` is a file that does not exist."""
     for name, hint in FILES.items():
         value = values.get(name)
-        for one in value if isinstance(value, tuple) else () if value is None else (value,):
-            if str(one) in NO_FILES.get(name, ()) or re.match("[a-z-]{2,}:", str(one)):  # timm:NAME
+        for path in value if isinstance(value, tuple) else (value,):
+            if path is None or str(path) in NO_FILES.get(name, ()) or re.match("[a-z-]{2,}:", str(path)):  # timm:NAME
                 continue
-            if not os.path.exists(os.path.expanduser(one)):  # noqa: PTH110, PTH111 - names may be too long, users unknown
-                own = hint.replace("NAME", str(one)) if str(one).isidentifier() else hint  # it may be a name of timm
-                raise InputError(f"{one} does not exist", hint=own)
+            if not os.path.exists(os.path.expanduser(path)):  # noqa: PTH110, PTH111 - names may be too long, users unknown
+                if str(path).isidentifier():  # it may be a name of timm
+                    hint = hint.replace("NAME", str(path))
+                raise InputError(f"{path} does not exist", hint=hint)
 
 
 def check_signatures(values: Mapping[str, Any]) -> None:
