@@ -214,13 +214,11 @@ def _stages(model: nn.Module, family: Family, base: Plan, *, only_widths: bool) 
 def _problems(places: Mapping[Space, Place], here: _Layout, there: _Layout) -> list[str]:
     """Why the model `here` cannot become the one `there` by pruning. places: of the model's spaces."""
     problems = []
-    names = {**here.frame, **there.frame}
-    if name := next((name for name in names if here.frame.get(name) != there.frame.get(name)), None):
-        shapes = (
-            "no such parameter" if shape is None else str(tuple("any" if n is None else n for n in shape))
-            for shape in (there.frame.get(name), here.frame.get(name))
-        )
-        problems.append(f"it takes other images, patches, tokens or classes ({name}: {' there, '.join(shapes)} here)")
+    different = [name for name in {**here.frame, **there.frame} if here.frame.get(name) != there.frame.get(name)]
+    if different:
+        shapes = [_describe_frame(layout.frame.get(different[0])) for layout in (there, here)]
+        change = f"{different[0]}: {shapes[0]} there, {shapes[1]} here"
+        problems.append(f"it takes other images, patches, tokens or classes ({change})")
     if set(there.depths) != set(here.depths):
         problems.append(f"it has blocks in {', '.join(there.depths)}, the model in {', '.join(here.depths)}")
     comparable = not problems
@@ -229,15 +227,18 @@ def _problems(places: Mapping[Space, Place], here: _Layout, there: _Layout) -> l
             problems.append(f"it has {depth} blocks in {stage}, the model {count}")
     if not comparable:
         return problems
-    smaller = there.depths != here.depths
+    smaller = there.depths != here.depths or any(there.sizes[place][0] < space.size for space, place in places.items())
     for space, place in places.items():
         channels, heads = there.sizes[place]
-        smaller |= channels < space.size
         if channels > space.size:
             problems.append(f"it has {channels} {KINDS[space.kind]} channels in {place[0]}, the model {space.size}")
         if heads > space.heads:
             problems.append(f"it has {heads} heads in {place[0]}, the model {space.heads}")
     return problems if problems or smaller else ["it is as large as the model"]
+
+
+def _describe_frame(shape: tuple[int | None, ...] | None) -> str:
+    return "no such parameter" if shape is None else str(tuple("any" if size is None else size for size in shape))
 
 
 def _check_options(options: UpvitOptions, target: Target, own: tuple[Component, ...]) -> None:
