@@ -282,7 +282,7 @@ def load_weights(model: nn.Module, path: str | Path, new_head: bool) -> None:
     Raises WeightsError if the file is no checkpoint of this architecture, or has another number of classes.
     """
     tensors = open_weights(path).tensors
-    about = describe_shapes(shapes_of(tensors))[0] or "an unknown architecture"
+    kind = describe_shapes(shapes_of(tensors))[0] or "an unknown architecture"
     if base := base_of(type(model)):
         options = {"adapt_layer_scale": True} if base is vision_transformer.VisionTransformer else {}
         with contextlib.suppress(*LIBRARY_ERRORS):  # weights of another model: reported below
@@ -294,14 +294,17 @@ def load_weights(model: nn.Module, path: str | Path, new_head: bool) -> None:
     heads = {key for key in own if key.split(".")[0] in ("head", "head_dist")}
     if new_head and any(key not in tensors or tensors[key].shape != own[key].shape for key in heads):
         tensors = {**tensors, **{key: own[key] for key in heads}}
-    wrong = {key: tensors[key] for key in own if key in tensors and tensors[key].shape != own[key].shape}
     missing, extra = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
+    wrong = [key for key in own if key in tensors and tensors[key].shape != own[key].shape]
     only_head = {*missing, *extra, *wrong} <= heads
-    if only_head and wrong and (have := wrong[first := min(wrong)].shape[0]) != (wanted := own[first].shape[0]):
-        raise _class_mismatch(f"the weights in {path}, {about},", have, wanted)
-    shapes = [f"{key} is {tuple(t.shape)}, expected {tuple(own[key].shape)}" for key, t in wrong.items()]
-    kinds = {"tensors missing": missing, "unknown": extra, "with another shape": shapes}
-    if problems := [f"{len(names)} {kind} ({names[0]} ...)" for kind, names in kinds.items() if names]:
-        message = f"{path} contains the weights of another model, {about}: {', '.join(problems)}"
+    if wrong and only_head:
+        have, wanted = (table[min(wrong)].shape[0] for table in (tensors, own))
+        if have != wanted:
+            raise _class_mismatch(f"the weights in {path}, {kind},", have, wanted)
+    shapes = [f"{key} is {tuple(tensors[key].shape)}, expected {tuple(own[key].shape)}" for key in wrong]
+    differences = {"tensors missing": missing, "unknown": extra, "with another shape": shapes}
+    problems = [f"{len(names)} {what} ({names[0]} ...)" for what, names in differences.items() if names]
+    if problems:
+        message = f"{path} contains the weights of another model, {kind}: {', '.join(problems)}"
         raise WeightsError(message, hint="model.new_head = true trains a new classifier" if only_head else OTHER_MODEL)
     model.load_state_dict(tensors, strict=True)
