@@ -154,6 +154,7 @@ def _row_record(row: Row, seeds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One row over all seeds: sums of counts, means of the rest, the geometric mean of speed-ups."""
     before = [seed["before_recovery"] for seed in seeds if seed["before_recovery"] is not None]
     speedups = [seed["speedup"]["median"] for seed in seeds if seed["speedup"]]
+    flips = [seed["flips"] for seed in seeds]
     return {
         "row": row.name,
         "curve": row.curve,
@@ -168,7 +169,7 @@ def _row_record(row: Row, seeds: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "before_recovery": fmean(before) if len(before) == len(seeds) else None,
         "recovery_epochs": row.recipe.finetune.epochs,
         "precision": row.recipe.export.precision,
-        "flips": None if None in (flips := [seed["flips"] for seed in seeds]) else sum(flips),
+        "flips": None if None in flips else sum(flips),
     }
 
 

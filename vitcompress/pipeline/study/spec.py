@@ -101,7 +101,8 @@ def load_study(source: str, sets: Sequence[str] = (), rows: Sequence[str] = ()) 
     name, data = read_table("study", source)
     other = read_table("study", data["like"])[1] if isinstance(data.get("like"), str) else {}
     for key in ("speed", "base", "options"):
-        if isinstance(shared := other.get(key), dict) and isinstance(own := data.get(key, {}), dict):
+        shared, own = other.get(key), data.get(key, {})
+        if isinstance(shared, dict) and isinstance(own, dict):
             data[key] = {**shared, **own}
     label = f"of the study {source}"
     problems = [problem for text in sets if (problem := assign(data, text))]
@@ -111,20 +112,23 @@ def load_study(source: str, sets: Sequence[str] = (), rows: Sequence[str] = ()) 
     problems += _contradictions(tables)
     selected, wrong = _select(tables.row, rows), defaultdict[str, list[str]](list)
     built = [row for table in selected if (row := _build_row(name, tables, table, wrong)) is not None]
-    shared = list[Row]()
-    for row in built if not (problems or wrong) else ():  # as this imports torch
-        if (left := tables.epochs - epochs_outside_recovery(row.recipe)) < 1:
-            reason = f"a total of {tables.epochs} epochs leaves {left} for the fine-tuning, expected 1 or more"
-            wrong[reason].append(row.name)
-        finetune = replace(row.recipe.finetune, epochs=left)
-        shared.append(replace(row, recipe=replace(row.recipe, finetune=finetune)))
+    if not (problems or wrong):  # as this imports torch
+        built = [_divide_epochs(row, tables.epochs, wrong) for row in built]
     for problem, names in wrong.items():  # a mistake in [base] is one of all rows, and reported once
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         place = f"all {len(selected)} rows" if len(names) == len(selected) > 1 else f"row {names[0]}{others}"
         problems.append(f"{place}: {problem}")
     if problems:
         raise RecipeError(label, problems)
-    return Study(name, tables.summary, tables.epochs, tables.speed, tuple(shared))
+    return Study(name, tables.summary, tables.epochs, tables.speed, tuple(built))
+
+
+def _divide_epochs(row: Row, total: int, wrong: dict[str, list[str]]) -> Row:
+    """The row, whose fine-tuning has what other trainings leave of `total`; nothing left is added to `wrong`."""
+    left = total - epochs_outside_recovery(row.recipe)
+    if left < 1:
+        wrong[f"a total of {total} epochs leaves {left} for the fine-tuning, expected 1 or more"].append(row.name)
+    return replace(row, recipe=replace(row.recipe, finetune=replace(row.recipe.finetune, epochs=left)))
 
 
 def epochs_outside_recovery(recipe: Recipe) -> int:
