@@ -89,23 +89,25 @@ class LayerSearch:
 
 def best_evaluator(exporter: Exporter, original: Original, options: ExportOptions, about: ModelInfo) -> Evaluator:
     """The best evaluator on this machine for the files that `exporter` writes with `options`."""
-    on_gpu, int8 = _runs_on_gpu(exporter, options), options.eight_bits == "int8"
-    write: Export = exporter.export if on_gpu else partial(export, lean=exporter is ONNX)
-    stored = replace(options.only(ONNX.uses), precision=options.eight_bits or options.precision)
-    options = options if on_gpu else stored
+    write: Export
+    compare: Callable[[Path, Original], list[Check]]
+    if _runs_on_gpu(exporter, options):
+        title, proxy, suffix = f"{exporter.name} on {GPU}", False, exporter.suffix
+        write, compare = exporter.export, partial(output_checks, device=GPU)
+    else:
+        suffix, write = ONNX.suffix, partial(export, lean=exporter is ONNX)
+        options = replace(options.only(ONNX.uses), precision=options.eight_bits or options.precision)
+        title, proxy, compare = "ONNX Runtime on the CPU", exporter is not ONNX, partial(output_checks, device="cpu")
+        if options.eight_bits != "int8":
+            title, proxy, compare = f"{title}, every result rounded to {options.precision}", True, rounded_checks
 
     def evaluate(layers: Layers) -> list[Check]:
         with TemporaryDirectory(prefix="vitcompress-") as folder:
-            path = Path(folder) / f"candidate{exporter.suffix if on_gpu else ONNX.suffix}"
+            path = Path(folder) / f"candidate{suffix}"
             write(original.model, path, **about, options=replace(options, islands=layers))
-            if on_gpu or int8:
-                return output_checks(path, original, GPU if on_gpu else "cpu")
-            return rounded_checks(path, original)
+            return compare(path, original)
 
-    if on_gpu:
-        return Evaluator(f"{exporter.name} on {GPU}", False, evaluate)
-    rounded = "" if int8 else f", every result rounded to {options.precision}"
-    return Evaluator(f"ONNX Runtime on the CPU{rounded}", not int8 or exporter is not ONNX, evaluate)
+    return Evaluator(title, proxy, evaluate)
 
 
 def _runs_on_gpu(exporter: Exporter, options: ExportOptions) -> bool:
