@@ -177,9 +177,7 @@ class WideSoftmax(nn.Module):
 class _WideCores(TorchFunctionMode):
     SOFTMAX = frozenset({Tensor.softmax, torch.softmax, F.softmax})
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention or func in self.SOFTMAX:
             wide = {key: _to_fp32(value) for key, value in kwargs.items()}

@@ -69,12 +69,12 @@ class EightBitProducts(TorchFunctionMode):
         self.hooks.close()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         precision, largest = self.settings.precision, LARGEST[self.settings.precision]
-        if func is F.linear and (layer := self.layers.get(id(args[1]))) in self.settings.ranges:
-            (x, weight, *biases), scale = args, self.settings.ranges[str(layer)] / largest or 1.0
+        layer = self.layers.get(id(args[1]), "") if func is F.linear else ""
+        if layer in self.settings.ranges:
+            x, weight, *biases = args
+            scale = self.settings.ranges[layer] / largest or 1.0
             steps = weight_scale(weight.detach(), self.settings)
             if self.settings.form != "float_bias" and precision == "int8" and self.generator is None:
                 sizes = steps.squeeze(1) * scale  # of the steps of the products
@@ -84,8 +84,9 @@ class EightBitProducts(TorchFunctionMode):
         elif self.inside and func in (F.scaled_dot_product_attention, *PRODUCTS):
             # Only products of attentions have no weight. Precision does not depend on the scale.
             count = 2 if func in PRODUCTS else 3
-            scaled = ((x, float(x.abs().max()) / largest or 1.0) for x in args[:count])
-            args = (*(round_values(x, s, precision, self.generator) for x, s in scaled), *args[count:])
+            scales = [float(x.abs().max()) / largest or 1.0 for x in args[:count]]
+            rounded = [round_values(*pair, precision, self.generator) for pair in zip(args, scales, strict=False)]
+            args = (*rounded, *args[count:])
         return func(*args, **(kwargs or {}))
 
 
