@@ -103,9 +103,7 @@ def recipe(
     if code := print_result(data, draw, "\n".join([*failed, *drops])):
         return code
     if pending := result.pending:
-        names, commands = (
-            ", ".join(dict.fromkeys(str(check[key]) for check in pending)) for key in ("name", "command")
-        )
+        names, commands = (", ".join(dict.fromkeys(str(one[key]) for one in pending)) for key in ("name", "command"))
         if require_verified:
             return report_failure(f"not run here: {names}", f"run on the target: {commands}")
         terminal.print_line(f"warning: not run here: {names}; on the target: {commands}")

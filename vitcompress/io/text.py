@@ -159,8 +159,6 @@ def flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 def describe_differences(there: Any, here: Any) -> list[str]:
     """One sentence for each of the first differences between two tables, and the number of others."""
     before, now = dict(flatten(there)), dict(flatten(here))
-    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    lines = [
-        f"{name} is {before.get(name, 'not set')} there, {now.get(name, 'not set')} here" for name in names[:SHOWN]
-    ]
-    return [*lines, *([f"{len(names) - SHOWN} more"] if len(names) > SHOWN else [])]
+    keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    lines = [f"{key} is {before.get(key, 'not set')} there, {now.get(key, 'not set')} here" for key in keys[:SHOWN]]
+    return [*lines, *([f"{len(keys) - SHOWN} more"] if len(keys) > SHOWN else [])]

@@ -156,11 +156,9 @@ def verify_export(
                     if file not in results and (contents := contents_of(file)):
                         tensors[file.name] = compare_contents(contents, original)
             own, weights = (shape_check(original.rows, model),), weight_table(original.rows, model, tensors)
-        replaced = {check.name for check in (*checks, *own)}
-        verification = Verification((*checks, *own), weights)
-        update_verification(
-            folder, verification, lambda name: name in replaced or any(is_about(f, name) for f in paths)
-        )
+        names = {check.name for check in (*checks, *own)}
+        added = Verification((*checks, *own), weights)
+        update_verification(folder, added, lambda name: name in names or any(is_about(file, name) for file in paths))
     verdict = file_status(path, checks)
     return ExportOutcome(quarantine(path) if verdict == "failed" else path, verdict, checks)
 

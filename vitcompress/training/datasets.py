@@ -144,9 +144,8 @@ def is_map_style(data: Any) -> bool:
     if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         return False
     first = data[0] if len(data) else None
-    return first is not None and not (
-        isinstance(first, tuple | list) and isinstance(first[0], Tensor) and first[0].ndim == 4
-    )
+    is_batch = isinstance(first, tuple | list) and isinstance(first[0], Tensor) and first[0].ndim == 4
+    return first is not None and not is_batch
 
 
 def check_labels(labels: Any, classes: int) -> None:
