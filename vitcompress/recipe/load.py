@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -126,37 +126,35 @@ def _step(data: dict[str, object], prefix: str, problems: list[str]) -> Step | N
     return None if options is None else Step(str(name), options)
 
 
-def _contradictions(recipe: Recipe) -> list[str]:
+def _contradictions(recipe: Recipe) -> Iterator[str]:
     """Problems between tables."""
-    problems, data, dense, finetune = [], recipe.data, recipe.dense, recipe.finetune
+    data, dense, finetune = recipe.data, recipe.dense, recipe.finetune
     if data.source in BUILT_IN and (wrong := [n for n in ("path", "train_split", "test_split") if getattr(data, n)]):
-        problems.append(f"data.{wrong[0]}   has no effect on {data.source}: set data.source, as in imagefolder")
+        yield f"data.{wrong[0]}   has no effect on {data.source}: set data.source, as in imagefolder"
     if recipe.model.weights == "train" and dense is None:
-        problems.append('dense   model.weights = "train" needs a [dense] table with the training options')
+        yield 'dense   model.weights = "train" needs a [dense] table with the training options'
     if recipe.model.weights != "train" and dense is not None:
-        problems.append(f'dense   is only used with model.weights = "train", got {recipe.model.weights!r}')
+        yield f'dense   is only used with model.weights = "train", got {recipe.model.weights!r}'
     if finetune.distillation != "none" and finetune.teacher is None:
-        problems.append('finetune.teacher   distillation needs a teacher: "dense", a timm name, or a run folder')
+        yield 'finetune.teacher   distillation needs a teacher: "dense", a timm name, or a run folder'
     if finetune.teacher_weights is not None and finetune.teacher in (None, "dense"):
-        problems.append("finetune.teacher_weights   has no effect: set finetune.teacher to a timm name")
+        yield "finetune.teacher_weights   has no effect: set finetune.teacher to a timm name"
     if dense is not None and dense.distillation != "none":
-        problems.append(f'dense.distillation   got {dense.distillation!r}, the dense model has no teacher: use "none"')
+        yield f'dense.distillation   got {dense.distillation!r}, the dense model has no teacher: use "none"'
     if recipe.quantize != QuantizeTable() and not (recipe.quantize.epochs and recipe.export.eight_bits):
-        problems.append('quantize   has no effect: set quantize.epochs, and export.precision to "int8" or "fp8"')
+        yield 'quantize   has no effect: set quantize.epochs, and export.precision to "int8" or "fp8"'
     if recipe.quantize.epochs and recipe.export.smooth:
-        problems.append("export.smooth   would change layers whose ranges are trained: omit it, or quantize.epochs")
+        yield "export.smooth   would change layers whose ranges are trained: omit it, or quantize.epochs"
     for name, options in (("dense", dense), ("finetune", finetune)):
         if options is not None and options.alpha > 1 and options.label_weight is None:
-            problems.append(
+            yield (
                 f"{name}.alpha   got {options.alpha:g}, which gives the labels a negative weight; "
                 "use at most 1, or set label_weight too"
             )
-    return problems
 
 
-def _ineffective(sets: Sequence[str], recipe: Recipe) -> list[str]:
+def _ineffective(sets: Sequence[str], recipe: Recipe) -> Iterator[str]:
     """Assignments to options that a recipe holds for another choice, such as `collection` beside published layers."""
-    problems: list[str] = []
     for assignment in sets:
         table, *path = _path(assignment.partition("=")[0])
         unused = getattr(getattr(recipe, table, None), "unused", {})
@@ -166,8 +164,7 @@ def _ineffective(sets: Sequence[str], recipe: Recipe) -> list[str]:
             step = recipe.steps[path.pop(0)]
             unused = find_method(step.method).describe(step.options).unused
         if path and path[0] in unused and not assignment.endswith("="):
-            problems.append(f"--set {assignment}   has no effect: {unused[path[0]]}")
-    return problems
+            yield f"--set {assignment}   has no effect: {unused[path[0]]}"
 
 
 def _path(key: str) -> list[Any]:

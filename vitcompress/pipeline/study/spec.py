@@ -1,7 +1,7 @@
 """A study as data: TOML (recipes/README.md), checked as a whole, all mistakes reported at once."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -159,23 +159,22 @@ def _build_row(study: str, tables: _Tables, row: RowTable, wrong: dict[str, list
     return Row(**vars(row), recipe=recipe)
 
 
-def _contradictions(tables: _Tables) -> list[str]:
+def _contradictions(tables: _Tables) -> Iterator[str]:
     """Mistakes that involve several tables."""
     names, curves = [row.name for row in tables.row], {row.curve for row in tables.row}
-    problems = [f"row {name}: there are two of this name" for name in dict.fromkeys(names) if names.count(name) > 1]
+    yield from (f"row {name}: there are two of this name" for name in dict.fromkeys(names) if names.count(name) > 1)
     for name, curve in ((row.name, curve) for row in tables.row for curve in row.against if curve not in curves):
         close = did_you_mean(curve, curves)
-        problems.append(f"row {name}.against   got {curve!r}, expected the curve of a row{close}")
+        yield f"row {name}.against   got {curve!r}, expected the curve of a row{close}"
     finetune = tables.base.get("finetune")
     places = ["base.finetune.epochs"] if isinstance(finetune, dict) and "epochs" in finetune else []
     places += [f"row {row.name}.set" for row in tables.row if "finetune.epochs" in " ".join(row.set)]
-    problems += [f"{place}   follows from the study's total: set epochs instead" for place in places]
+    yield from (f"{place}   follows from the study's total: set epochs instead" for place in places)
     for method in tables.options:
         try:
             find_options(method)
         except InputError as error:
-            problems.append(f"options.{method}   {error.message}")
-    return problems
+            yield f"options.{method}   {error.message}"
 
 
 def _select(rows: Sequence[RowTable], names: Sequence[str]) -> list[RowTable]:
