@@ -4,7 +4,7 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from importlib import util
 from pathlib import Path
@@ -50,7 +50,7 @@ smallest (float[1, 1, 1, 1] images) => (float[1, 1] logits) <float[1, 1] weight 
 
 def examine() -> dict[str, Any]:
     """Processor, versions, devices, formats, providers and optional packages as plain data. Nothing is changed."""
-    records = targets()
+    records = list(targets())
     runs = {record["target"]: record["run"] for record in records}
     return {
         "machine": {
@@ -82,23 +82,22 @@ def _devices() -> dict[str, str | None]:
     return {"cpu": hardware.cpu_name(), **(gpus or {"cuda": None}), "mps": mps}
 
 
-def targets() -> list[Record]:
+def targets() -> Iterator[Record]:
     """What can be exported, run and measured here: one record per format, ONNX Runtime provider and device of torch.
 
     `export`, `run`, `measure`: None if it works, else `reason; remedy`; `export` is `-` for targets without a
     format of their own.
     """
-    records = [
-        _target(name, exporter.unavailable(), exporter.cannot_run(), PACKAGES.get(name, ()), name.startswith("trt"))
-        for name, exporter in EXPORTERS.items()
-    ]
+    for name, exporter in EXPORTERS.items():
+        on_gpu = name.startswith("trt")
+        yield _target(name, exporter.unavailable(), exporter.cannot_run(), PACKAGES.get(name, ()), on_gpu)
     for name, provider in PROVIDERS.items():
         if provider.device == "mps" and not provider.present:
             continue
         problem, on_gpu = onnx_problem(provider=name), provider.device == "cuda"
         if on_gpu and not hardware.count_gpus():
             problem = f"torch finds no NVIDIA GPU here{hardware.cuda_reason()}; with one: {provider.remedy}"
-        records.append(_target(f"onnxruntime {name}", NO_FORMAT, problem, provider.packages, on_gpu))
+        yield _target(f"onnxruntime {name}", NO_FORMAT, problem, provider.packages, on_gpu)
     for device, present in _devices().items():
         if present:
             problem = torch_problem(device)
@@ -109,8 +108,7 @@ def targets() -> list[Record]:
             problem = f"torch finds no {device} here"
         else:
             continue
-        records.append(_target(f"torch {device}", NO_FORMAT, problem, ("torch",), "cuda" in device))
-    return records
+        yield _target(f"torch {device}", NO_FORMAT, problem, ("torch",), "cuda" in device)
 
 
 def _target(name: str, export: str | None, run: str | None, packages: Iterable[str], gpu: bool) -> Record:

@@ -1,7 +1,7 @@
 """Several runs side by side: one table, and a plot of accuracy against speed."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, NotRequired, TypedDict
 
@@ -99,17 +99,16 @@ def _gap(report: Report) -> str:
     return "; ".join(filter(None, (accuracy, speed)))
 
 
-def points(runs: Mapping[str, Report]) -> list[Point]:
+def points(runs: Mapping[str, Report]) -> Iterator[Point]:
     """The runs that have both an accuracy and a speed, each after its dense model."""
-    result, groups = list[Point](), dense_models(runs)
+    groups = dense_models(runs)
     for dense, members in groups.items():
         if accuracy := next((known for _, report in members if (known := _accuracy(report, "dense"))), None):
-            result.append(Point(dense, "", None, accuracy))
+            yield Point(dense, "", None, accuracy)
         for name, report in members:
-            if (speed := _speed(report)) and (own := _accuracy(report)):
-                label = f"{Path(name).name}{f' ({dense})' if len(groups) > 1 else ''}"
-                result.append(Point(label, *speed, own))
-    return result
+            speed, own = _speed(report), _accuracy(report)
+            if speed and own:
+                yield Point(f"{Path(name).name}{f' ({dense})' if len(groups) > 1 else ''}", *speed, own)
 
 
 def plot(runs: Mapping[str, Report], path: Path) -> Path:
@@ -118,7 +117,7 @@ def plot(runs: Mapping[str, Report], path: Path) -> Path:
     Raises InputError if no run has both an accuracy and a speed, or `path` has another suffix.
     """
     check_path(path)
-    shown = points(runs)
+    shown = list(points(runs))
     if not any(point.ratio for point in shown):
         reasons = "; ".join(f"{Path(name).name}: {_gap(report)}" for name, report in runs.items())
         raise InputError(f"none of these runs has both an accuracy and a speed to plot: {reasons}")

@@ -268,7 +268,7 @@ def test_what_the_plot_shows(measured: tuple[Path, dict[str, object]], tmp_path:
     assert point.accuracy["top1"] == 521 / 540
     assert point.ratio["ci95"][0] <= point.ratio["median"]
     structure = {"run": {"recipe": "x", "cost": COST}}
-    assert compare.points(structure) == []
+    assert not list(compare.points(structure))
     with pytest.raises(InputError, match="both an accuracy and a speed"):
         compare.plot(structure, tmp_path / "plot.png")
     assert list(tmp_path.iterdir()) == []
