@@ -139,9 +139,7 @@ def check_sha256(path: Path) -> str:
     return file_sha256(path)
 
 
-def read_input(
-    name: str, metadata: Mapping[str, object], size: tuple[int, int, int] | None = None
-) -> InputConfig | None:
+def read_input(name: str, metadata: Mapping[str, Any], size: tuple[int, int, int] | None = None) -> InputConfig | None:
     """The preprocessing for the model in the file `name`, from its decoded metadata; None if these do not state it.
 
     size: (channels, height, width) of the file's input, if known; it replaces the recorded one. Raises ArtifactError

@@ -7,7 +7,7 @@ graph. So no weight of the dense model, no masked weight and no layer of a folde
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 
@@ -142,9 +142,7 @@ def _match(tensors: Mapping[str, Tensor], stored: Sequence[Stored]) -> tuple[dic
     return matches, [entry for entry in stored if id(entry) not in used]
 
 
-def _match_quantized(
-    tensors: Mapping[str, Tensor], stored: Sequence[Stored], half: Collection[str]
-) -> dict[str, Stored]:
+def _match_quantized(tensors: Mapping[str, Tensor], stored: Sequence[Stored], half: Sequence[str]) -> dict[str, Stored]:
     """The stored tensor whose values are within half a step of each tensor of the model. half: those in fp16."""
     matches = dict[str, Stored]()
     for entry in stored:
