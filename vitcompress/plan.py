@@ -26,6 +26,7 @@ def module_of(space: str) -> str:
     return f"{block}.attn" if kind in ("qk", "v", "sr") else space
 
 
+Channels = Mapping[str, tuple[int, ...]]  # space -> numbers of its channels
 FORMAT = 1
 BYPASSES = ("drop", "norm_identity", "double")
 ACTIVATION_REPLACEMENTS = ("identity",)
@@ -61,7 +62,7 @@ class Plan:
     removed: Mapping[str, str] = field(default_factory=dict)
     appended: Mapping[str, str] = field(default_factory=dict)
     folded: tuple[str, ...] = ()
-    kept: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    kept: Channels = field(default_factory=dict)
     heads: Mapping[str, int] = field(default_factory=dict)
     padded: tuple[str, ...] = ()
     standard: Mapping[str, Any] = field(default_factory=dict)
@@ -133,9 +134,7 @@ class Plan:
         return cls(**data)
 
 
-def _to_dense_channels(
-    before: Mapping[str, tuple[int, ...]], later: Mapping[str, tuple[int, ...]]
-) -> dict[str, tuple[int, ...]]:
+def _to_dense_channels(before: Channels, later: Channels) -> dict[str, tuple[int, ...]]:
     """`later`, indices into the channels of `before`, as channels of the dense model."""
     dense: dict[str, tuple[int, ...]] = {}
     for space, channels in later.items():

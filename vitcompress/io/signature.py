@@ -22,6 +22,7 @@ try:
 except ModuleNotFoundError:
     raise MissingExtraError("cryptography", "sign", need="a signature") from None
 
+Hashes = Mapping[str, str]  # name of a file -> SHA-256
 PAYLOAD = "application/vnd.in-toto+json"
 STATEMENT = {"_type": "https://in-toto.io/Statement/v1", "predicateType": "urn:vitcompress:artifact:1"}
 REMEDY = "copy the files and their signature again; `vitcompress sign` signs files as they are"
@@ -82,9 +83,7 @@ def _read_keys(path: Path, kind: type, load: Callable[[bytes], list[Any]]) -> li
     raise InputError(f"{path} has no {words} ed25519 key: {problem}", hint=hint)
 
 
-def write_signature(
-    path: Path, files: Mapping[str, str], sources: Mapping[str, str], facts: Mapping[str, Any], key: Any
-) -> Path:
+def write_signature(path: Path, files: Hashes, sources: Hashes, facts: Mapping[str, Any], key: Any) -> Path:
     """Sign a file, or the manifest of a run folder, and return the path of the signature.
 
     files: name, relative to its folder -> SHA-256, of all that is read when `path` is opened. sources: the same, of
