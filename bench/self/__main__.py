@@ -3,11 +3,10 @@
 Compared measurements are interleaved. Weights are random where no time depends on them.
 """
 
-import argparse
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import click
 import torch
 
 from vitcompress.bench import environment, machine
@@ -21,24 +20,29 @@ PARTS: dict[str, Callable[[Options], Iterator[Line]]] = {
     "dense": speed.run_dense,
     "int8": speed.run_int8,
 }
+SUMMARIES = "\n".join(f"{name}: {str(part.__doc__).splitlines()[0]}" for name, part in PARTS.items())
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@click.command(help="Measure the real gain of pruning: these parts, default all.", epilog=f"\b\nparts:\n{SUMMARIES}")
+@click.argument("parts", nargs=-1, type=click.Choice(list(PARTS)))
+@click.option("--batch", type=click.IntRange(1), help=f"images per run (default: {Options.batch})")
+@click.option("--runs", type=click.IntRange(1), help=f"timed runs (default: {Options.runs})")
+@click.option("--threads", type=click.IntRange(1), help="threads of one call of a runtime (default: the runtime's)")
+@click.option("--out", type=Path, default="bench/results/speed.json", show_default=True, help="file, or folder")
+def main(parts: tuple[str, ...], out: Path, **options: int | None) -> None:
     """Run the parts in this order, and write the file after every line, so that an error loses no result."""
-    args = _parse(arguments)
-    out = args.out if args.out.suffix == ".json" else args.out / f"speed-{'-'.join(args.parts)}.json"
-    set_here = {name: value for name in vars(Options()) if (value := getattr(args, name)) is not None}
-    settings: dict[str, object] = {"parts": args.parts, "set": set_here}
+    parts = parts or tuple(PARTS)
+    out = out if out.suffix == ".json" else out / f"speed-{'-'.join(parts)}.json"
+    set_here = {name: value for name, value in options.items() if value is not None}
+    settings: dict[str, object] = {"parts": list(parts), "set": set_here}
     lines: list[Line] = []
     _write(out, lines, settings)  # fails now if the file cannot be written
-    for part in args.parts:
+    for part in parts:
         for line in PARTS[part](Options(**set_here)):
-            sys.stdout.write(f"{describe(line)}\n")
-            sys.stdout.flush()
+            click.echo(describe(line))
             lines.append(line)
             _write(out, lines, settings)
-    sys.stdout.write(f"written to {out}\n")
-    return 0
+    click.echo(f"written to {out}")
 
 
 def _write(path: Path, lines: list[Line], settings: dict[str, object]) -> None:
@@ -46,31 +50,5 @@ def _write(path: Path, lines: list[Line], settings: dict[str, object]) -> None:
     write_json(path, {"figures": lines, "machine": environment.facts(), **state, "settings": settings})
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    summaries = [f"{name}: {str(part.__doc__).splitlines()[0]}" for name, part in PARTS.items()]
-    parser = argparse.ArgumentParser(
-        prog="python -m vitcompress.bench.self",
-        description="Measure the cost of vitcompress itself and the real gain of pruning.",
-        epilog="parts:\n  " + "\n  ".join(summaries),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("parts", nargs="*", default=[*PARTS], help="which parts to run (default: all)")
-    parser.add_argument("--batch", type=_count, help=f"images per run (default: {Options.batch})")
-    parser.add_argument("--runs", type=_count, help=f"timed runs (default: {Options.runs})")
-    parser.add_argument("--threads", type=_count, help="threads of one call of a runtime (default: the runtime's)")
-    out = Path("bench/results/speed.json")
-    parser.add_argument("--out", type=Path, default=out, help="file, or folder (default: %(default)s)")
-    args = parser.parse_args(arguments)
-    if unknown := set(args.parts) - set(PARTS):
-        parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    return args
-
-
-def _count(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be 1 or more, got {text}")
-    return int(text)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
