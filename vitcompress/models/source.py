@@ -8,7 +8,6 @@ import inspect
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -90,53 +89,71 @@ def resolve_model(
     """
     if arch.startswith(HUB):
         arch, weights = "", arch if str(weights) == "hub" else weights
-    file = WeightFile() if str(weights) in NOT_FILES else open_weights(weights)
-    if not (arch := arch or str(file.stated.get("model", ""))) and str(weights) not in NOT_FILES:
+    is_file = str(weights) not in NOT_FILES
+    file = open_weights(weights) if is_file else WeightFile()
+    arch = arch or str(file.stated.get("model", ""))
+    if is_file and not arch:
         raise InputError(f"{weights} does not name a timm architecture", hint=f"use --model NAME --weights {weights}")
     create.check_arguments(arch, args)
     own = {name: value for name, value in args.items() if name != create.OVERLAY}
+    overlay: dict[str, Any] = dict(args.get(create.OVERLAY) or {})  # type: ignore[call-overload]
     chosen, sources = _arguments(arch, own, file, weights)
     if classes:
         chosen["num_classes"], sources["num_classes"] = classes, "the data"
-    overlay: dict[str, Any] = dict(args.get(create.OVERLAY) or {})  # type: ignore[call-overload]
-    sized = {"img_size": RECIPE} if "input_size" in overlay else {}
-    try:
-        if not sized and (size := file.stated.get("img_size")) and "img_size" not in sources:  # PVTv2 has no argument
-            channels, *sides = create.input_config(create_blank(arch, chosen)).size
-            if (own_sides := list(size) if isinstance(size, list | tuple) else [size, size]) != sides:
-                overlay["input_size"], sized = [channels, *own_sides], {"img_size": file.stated_in}
-        blank = create_blank(arch, {**chosen, create.OVERLAY: overlay} if overlay else chosen)
-        if sources.get("num_heads") == ASSUMED and int(getattr(blank, "num_classes", 0)):
-            create.check_classifier(arch, chosen, blank)  # timm builds Eva with any number of heads
-    except InputError as error:
-        if sources.get("num_heads") != ASSUMED:
-            raise
-        hint = "the weights do not show the number of heads: set it, as in --set model.args.num_heads=4"
-        raise InputError(error.message, hint=hint) from None
+    blank = _create(arch, chosen, overlay, sources)
+    size = file.stated.get("img_size")
+    if "input_size" in overlay:
+        sources["img_size"] = RECIPE
+    elif size and "img_size" not in sources:  # PVTv2 has no such argument
+        channels, *sides = create.input_config(blank).size
+        if _as_list(size) != sides:
+            overlay["input_size"], sources["img_size"] = [channels, *_as_list(size)], file.stated_in
+            blank = _create(arch, chosen, overlay, sources)
     if not own.keys() & {"img_size", "window_size"}:
         hub = create_blank(arch, {}).state_dict() if str(weights) == "hub" else {}
         _check_positions(shapes_of(file.tensors or hub), shapes_of(blank.state_dict()), weights)
-    about, count = create.input_config(blank), int(getattr(blank, "num_classes", 0))
-    default = {name: getattr(about, name) for name in NAMES}
-    changes = {source: own.changes_for(about.size[0], arch) for source, own in (preprocessing or {}).items()}
-    # A training script that names another model uses the defaults of that model.
-    trained = str(file.stated.get("model", arch))
-    other = timm.is_model(trained) and trained.split(".")[0] != arch.split(".")[0] and timm.get_pretrained_cfg(trained)
-    stated = {**(other.to_dict() if other else {}), **file.stated}
-    layers = {DEFAULT: default, file.stated_in: stated, RECIPE: overlay, **changes}
-    values, origins = _merge({s: {n: _plain(v) for n, v in t.items() if n in NAMES} for s, t in layers.items()})
-    overlay |= {name: value for name, value in values.items() if value != _plain(default[name])}
-    names = tuple(class_names) or file.class_names
-    if class_names and len(names) != count:
-        raise InputError(f"{len(names)} class names, but the model has {count} classes", hint=CLASSES_HINT)
-    names = names if len(names) == count else ()
-    sources |= {"model": FROM_RECIPE, **origins, **sized}
+    config, count = create.input_config(blank), int(getattr(blank, "num_classes", 0))
+    default = {name: _plain(getattr(config, name)) for name in NAMES}
+    changes = {source: table.changes_for(config.size[0], arch) for source, table in (preprocessing or {}).items()}
+    layers = {DEFAULT: default, file.stated_in: _stated_preprocessing(arch, file), RECIPE: overlay, **changes}
+    values, origins = _merge({s: {name: _plain(t[name]) for name in NAMES if name in t} for s, t in layers.items()})
+    overlay |= {name: value for name, value in values.items() if value != default[name]}
+    if class_names and len(class_names) != count:
+        raise InputError(f"{len(class_names)} class names, but the model has {count} classes", hint=CLASSES_HINT)
+    names = tuple(class_names) or (file.class_names if len(file.class_names) == count else ())
+    sources |= {"model": FROM_RECIPE, **origins}
     settings = tuple(
         Setting(name, value, sources.get(name, DEFAULT).replace(DEFAULT, f"{DEFAULT} for {arch}"))
         for name, value in {"model": arch, **_facts(blank), **values}.items()
     )
     complete = create.with_class_names({**chosen, create.OVERLAY: overlay}, names or overlay.get(create.LABELS, ()))
     return ResolvedModel(arch, complete, file.weights or str(weights), settings, names, file.part)
+
+
+def _create(
+    arch: str, args: Mapping[str, object], overlay: Mapping[str, object], sources: Mapping[str, str]
+) -> nn.Module:
+    """`create_blank`. Raises InputError, with how to set the number of heads if an assumed one does not work."""
+    assumed = sources.get("num_heads") == ASSUMED
+    try:
+        blank = create_blank(arch, {**args, create.OVERLAY: overlay} if overlay else args)
+        if assumed and int(getattr(blank, "num_classes", 0)):
+            create.check_classifier(arch, args, blank)  # timm builds Eva with any number of heads
+    except InputError as error:
+        if not assumed:
+            raise
+        hint = "the weights do not show the number of heads: set it, as in --set model.args.num_heads=4"
+        raise InputError(error.message, hint=hint) from None
+    return blank
+
+
+def _stated_preprocessing(arch: str, file: WeightFile) -> dict[str, Any]:
+    """What `file` states. A training script that names another model uses the defaults of that model."""
+    trained = str(file.stated.get("model", arch))
+    if trained.split(".")[0] == arch.split(".")[0] or not timm.is_model(trained):
+        return dict(file.stated)
+    other = timm.get_pretrained_cfg(trained)
+    return {**(other.to_dict() if other else {}), **file.stated}
 
 
 def _merge(layers: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -155,37 +172,55 @@ def _arguments(
         default = create_blank(arch, own)
     except InputError:  # this number of heads may divide only the width that the weights show
         default = create_blank(arch, {name: value for name, value in own.items() if name != "num_heads"})
-    shapes = shapes_of(file.tensors)
-    base = base_of(type(default))
-    seen, known = read_arguments(base, shapes), inspect.signature(base).parameters if base else {}
+    base, shapes = base_of(type(default)), shapes_of(file.tensors)
+    known = inspect.signature(base).parameters if base else {}
     stated = {name: value for name, value in file.stated.items() if name in known}
-    unsure = {name for argument in AMBIGUOUS.keys() & {**stated, **own}.keys() for name in AMBIGUOUS[argument]}
-    left = {name: value for name, value in seen.items() if name not in unsure}
-    with suppress(InputError):  # timm cannot build what is stated
-        like = {name: value for name, value in {**left, **stated, **own}.items() if name in known}
-        if unsure and read_arguments(base, shapes_of((blank := create_blank(arch, like)).state_dict())) == seen:
-            certain = left.keys() | {n for n in seen.keys() - stated.keys() if seen[n] == _facts(blank)[n]}
-            seen = {name: value for name, value in seen.items() if name in certain}
+    seen = {} if base is None else _read_shapes(arch, base, shapes, stated, own)
     values, sources = _merge({RECIPE: own, file.stated_in: stated, WEIGHTS: seen})
     # The shapes are compared with those of a model with the recipe's arguments, all else with these arguments.
     direct = {name: value for name, value in own.items() if name == "num_heads" or sources[name] == file.stated_in}
     have = {name: getattr(default, name, None) for name in stated} | _facts(default) | direct
-    differing = {n: v for n, v in values.items() if sources[n] != RECIPE and not _equal(v, have.get(n))}
-    (about, name), distilled = describe_shapes(shapes), "head_dist.weight" in shapes
-    other = (base and about and not seen.keys() & {"depth", "depths"}) or distilled != hasattr(default, "head_dist")
-    if other or (name is not None and "embed_dim" in differing.keys() - own.keys()):
-        message = f"{weights} contains {about or 'an unknown architecture'}; the recipe's model is {arch}"
-        raise WeightsError(message, hint=f"use --model {file.stated.get('model', name or 'NAME')}, or other weights")
-    if wrong := [
+    differing = {n: v for n, v in values.items() if sources[n] != RECIPE and _as_list(v) != _as_list(have.get(n))}
+    kind, similar = describe_shapes(shapes)
+    if (
+        (base and kind and not seen.keys() & {"depth", "depths"})
+        or ("head_dist.weight" in shapes) != hasattr(default, "head_dist")
+        or (similar is not None and "embed_dim" in differing.keys() - own.keys())
+    ):
+        message = f"{weights} contains {kind or 'an unknown architecture'}; the recipe's model is {arch}"
+        raise WeightsError(message, hint=f"use --model {file.stated.get('model', similar or 'NAME')}, or other weights")
+    contradicted = differing.keys() & own.keys()
+    wrong = [
         f"{name} is {differing[name]} in {sources[name]}, {own[name]} in {RECIPE}"
-        for name in sorted(differing.keys() & own.keys() - {"img_size", "num_classes"})
-    ]:
+        for name in sorted(contradicted - {"img_size", "num_classes"})
+    ]
+    if wrong:
         hint = "leave it out of model.args, or use --model NAME, which starts without arguments"
         raise WeightsError(f"{weights} contradicts the recipe: {'; '.join(wrong)}", hint=hint)
-    sources |= dict.fromkeys(differing.keys() & own.keys(), RECIPE)
+    sources |= dict.fromkeys(contradicted, RECIPE)
     if differing.get("no_embed_class") and sources["no_embed_class"] == WEIGHTS and "img_size" not in own:
         sources |= dict.fromkeys(("no_embed_class", "img_size"), SQUARE)  # the positions of others may be as many
     return {**differing, **own}, {"num_heads": ASSUMED, **sources}
+
+
+def _read_shapes(
+    arch: str, base: type[nn.Module], shapes: Shapes, stated: Mapping[str, object], own: Mapping[str, object]
+) -> dict[str, object]:
+    """The arguments that `shapes` show, without those that a stated one explains otherwise (`AMBIGUOUS`)."""
+    seen = read_arguments(base, shapes)
+    unsure = {name for argument, names in AMBIGUOUS.items() if argument in {**stated, **own} for name in names}
+    if not unsure:
+        return seen
+    certain = {name: value for name, value in seen.items() if name not in unsure}
+    known = inspect.signature(base).parameters
+    try:
+        blank = create_blank(arch, {n: v for n, v in {**certain, **stated, **own}.items() if n in known})
+    except InputError:  # timm cannot build what is stated
+        return seen
+    if read_arguments(base, shapes_of(blank.state_dict())) != seen:
+        return seen
+    facts = _facts(blank)
+    return {n: v for n, v in seen.items() if n in certain or (n not in stated and v == facts[n])}
 
 
 def _check_positions(shapes: Shapes, model: Shapes, weights: str | Path) -> None:
@@ -214,10 +249,9 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _equal(first: Any, second: Any) -> bool:
-    """Whether two values of an argument mean the same: 48 is (48, 48)."""
-    one, other = (list(value) if isinstance(value, list | tuple) else [value] * 2 for value in (first, second))
-    return one == other
+def _as_list(value: Any) -> list[Any]:
+    """A value of an argument with one entry per side: 48 means the same as (48, 48)."""
+    return list(value) if isinstance(value, list | tuple) else [value] * 2
 
 
 def load_class_names(path: Path) -> tuple[str, ...]:
