@@ -25,6 +25,7 @@ from vitcompress.models.arguments import Shapes, base_of, describe_shapes, read_
 from vitcompress.models.preprocessing import NAMES, Preprocessing
 from vitcompress.models.weights import HUB, NOT_FILES, WeightFile, open_weights
 
+Arguments = Mapping[str, object]  # of `timm.create_model`
 POSITIONS = re.compile("^pos_embed$|relative_position_bias_table$")
 # Arguments whose other values may give equal shapes -> what the rules then read otherwise.
 AMBIGUOUS = {"img_size": ("img_size", "no_embed_class"), "global_pool": ("global_pool",)}
@@ -73,7 +74,7 @@ class ResolvedModel:
 
 def resolve_model(
     arch: str,
-    args: Mapping[str, object],
+    args: Arguments,
     weights: str | Path = "random",
     *,
     preprocessing: Mapping[str, Preprocessing] | None = None,
@@ -130,9 +131,7 @@ def resolve_model(
     return ResolvedModel(arch, complete, file.weights or str(weights), settings, names, file.part)
 
 
-def _create(
-    arch: str, args: Mapping[str, object], overlay: Mapping[str, object], sources: Mapping[str, str]
-) -> nn.Module:
+def _create(arch: str, args: Arguments, overlay: Arguments, sources: Mapping[str, str]) -> nn.Module:
     """`create_blank`. Raises InputError, with how to set the number of heads if an assumed one does not work."""
     assumed = sources.get("num_heads") == ASSUMED
     try:
@@ -150,9 +149,8 @@ def _create(
 def _stated_preprocessing(arch: str, file: WeightFile) -> dict[str, Any]:
     """What `file` states. A training script that names another model uses the defaults of that model."""
     trained = str(file.stated.get("model", arch))
-    if trained.split(".")[0] == arch.split(".")[0] or not timm.is_model(trained):
-        return dict(file.stated)
-    other = timm.get_pretrained_cfg(trained)
+    differs = trained.split(".")[0] != arch.split(".")[0] and timm.is_model(trained)
+    other = timm.get_pretrained_cfg(trained) if differs else None
     return {**(other.to_dict() if other else {}), **file.stated}
 
 
@@ -163,7 +161,7 @@ def _merge(layers: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dic
 
 
 def _arguments(
-    arch: str, own: Mapping[str, object], file: WeightFile, weights: str | Path
+    arch: str, own: Arguments, file: WeightFile, weights: str | Path
 ) -> tuple[dict[str, object], dict[str, str]]:
     """Arguments of timm, and the source of each. Raises WeightsError."""
     if not file.tensors:
@@ -203,9 +201,7 @@ def _arguments(
     return {**differing, **own}, {"num_heads": ASSUMED, **sources}
 
 
-def _read_shapes(
-    arch: str, base: type[nn.Module], shapes: Shapes, stated: Mapping[str, object], own: Mapping[str, object]
-) -> dict[str, object]:
+def _read_shapes(arch: str, base: Any, shapes: Shapes, stated: Arguments, own: Arguments) -> dict[str, object]:
     """The arguments that `shapes` show, without those that a stated one explains otherwise (`AMBIGUOUS`)."""
     seen = read_arguments(base, shapes)
     unsure = {name for argument, names in AMBIGUOUS.items() if argument in {**stated, **own} for name in names}
@@ -280,7 +276,7 @@ def create_named(text: str, weights: str | Path = "random", classes: int | None 
     return create.create_model(resolved.arch, resolved.arch_args, resolved.weights)
 
 
-def create_blank(arch: str, args: Mapping[str, object]) -> nn.Module:
+def create_blank(arch: str, args: Arguments) -> nn.Module:
     """`create_on_meta`, once for equal arguments."""
     return _blank(arch, json.dumps(args))
 
