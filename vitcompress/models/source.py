@@ -116,7 +116,12 @@ def resolve_model(
     config, count = create.input_config(blank), int(getattr(blank, "num_classes", 0))
     default = {name: _plain(getattr(config, name)) for name in NAMES}
     changes = {source: table.changes_for(config.size[0], arch) for source, table in (preprocessing or {}).items()}
-    layers = {DEFAULT: default, file.stated_in: _stated_preprocessing(arch, file), RECIPE: overlay, **changes}
+    # A training script that names another model uses the defaults of that model.
+    trained = str(file.stated.get("model", arch))
+    differs = trained.split(".")[0] != arch.split(".")[0] and timm.is_model(trained)
+    other = timm.get_pretrained_cfg(trained) if differs else None
+    stated = {**(other.to_dict() if other else {}), **file.stated}
+    layers = {DEFAULT: default, file.stated_in: stated, RECIPE: overlay, **changes}
     values, origins = _merge({s: {name: _plain(t[name]) for name in NAMES if name in t} for s, t in layers.items()})
     overlay |= {name: value for name, value in values.items() if value != default[name]}
     if class_names and len(class_names) != count:
@@ -146,14 +151,6 @@ def _create(arch: str, args: Arguments, overlay: Arguments, sources: Mapping[str
     return blank
 
 
-def _stated_preprocessing(arch: str, file: WeightFile) -> dict[str, Any]:
-    """What `file` states. A training script that names another model uses the defaults of that model."""
-    trained = str(file.stated.get("model", arch))
-    differs = trained.split(".")[0] != arch.split(".")[0] and timm.is_model(trained)
-    other = timm.get_pretrained_cfg(trained) if differs else None
-    return {**(other.to_dict() if other else {}), **file.stated}
-
-
 def _merge(layers: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
     """The values of `layers`, by their source, of which the last one counts, and the source of each value."""
     values = {name: value for table in layers.values() for name, value in table.items()}
@@ -180,11 +177,10 @@ def _arguments(
     have = {name: getattr(default, name, None) for name in stated} | _facts(default) | direct
     differing = {n: v for n, v in values.items() if sources[n] != RECIPE and _as_list(v) != _as_list(have.get(n))}
     kind, similar = describe_shapes(shapes)
-    if (
-        (base and kind and not seen.keys() & {"depth", "depths"})
-        or ("head_dist.weight" in shapes) != hasattr(default, "head_dist")
-        or (similar is not None and "embed_dim" in differing.keys() - own.keys())
-    ):
+    has_other_blocks = base and kind and not seen.keys() & {"depth", "depths"}
+    has_other_heads = ("head_dist.weight" in shapes) != hasattr(default, "head_dist")
+    has_other_width = similar is not None and "embed_dim" in differing.keys() - own.keys()
+    if has_other_blocks or has_other_heads or has_other_width:
         message = f"{weights} contains {kind or 'an unknown architecture'}; the recipe's model is {arch}"
         raise WeightsError(message, hint=f"use --model {file.stated.get('model', similar or 'NAME')}, or other weights")
     contradicted = differing.keys() & own.keys()
