@@ -44,7 +44,7 @@ class TorchRunner(Runner):
         self._sha256 = sha256
         self._device = check_device(self._options.device or "cpu", "none")
         self._precision = self._options.precision or "fp32"
-        _check_options(self._options, self._device, self._precision)
+        check_options(self._options, self._device, self._precision)
         self._threads = self._options.threads or torch.get_num_threads()
         self.input = input_config(model)
         self.input_size = self.input.size
@@ -142,10 +142,11 @@ def _compile(model: nn.Module, settings: ExitStack) -> Callable[..., Any]:
     return torch.compile(model, dynamic=False)
 
 
-def _check_options(options: RunnerOptions, device: torch.device, precision: str) -> None:
+def check_options(options: RunnerOptions, device: torch.device, precision: str) -> None:
+    """Raise InputError for an option that torch lacks, DeviceError for one that it lacks on this device."""
     for name, value, allowed in (("precision", precision, tuple(TORCH_TYPES)), ("sdpa", options.sdpa, tuple(SDPA))):
         if value not in allowed:
-            raise InputError(f"{name} {value!r} is unknown", hint=f"use one of {', '.join(allowed)}")
+            raise InputError(f"torch has no {name} {value!r}", hint=f"use one of {', '.join(allowed)}")
     if precision == "tf32" and (device.type != "cuda" or not hardware.is_ampere(device.index)):
         raise DeviceError(f"the precision is tf32, which {device} does not have", hint="use fp32")
     if options.cuda_graph and device.type != "cuda":

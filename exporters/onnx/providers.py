@@ -197,7 +197,7 @@ def check_settings(provider: Provider, options: RunnerOptions) -> None:
         raise InputError(f"{provider.name} builds nothing that could be cached", hint="omit --engine-cache")
 
 
-def resolve_precision(path: Path, stored: Any, requested: str | None, provider: Provider) -> str:
+def resolve_precision(path: Path | str, stored: Any, requested: str | None, provider: Provider) -> str:
     """The precision that the file is run in. Only TF32 products on CUDA can be chosen. stored: by its metadata.
 
     Raises DeviceError if the file or the provider does not have the requested precision.

@@ -15,7 +15,7 @@ from whole_runs import RecordedProgress
 
 from vitcompress import surgery
 from vitcompress.bench import machine, suite
-from vitcompress.errors import DeviceError, PlanError
+from vitcompress.errors import DeviceError, InputError, PlanError
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.methods import isomorphic
@@ -24,7 +24,7 @@ from vitcompress.methods.table import METHODS
 from vitcompress.models.create import create_model, input_config
 from vitcompress.pipeline import dry_run, latency
 from vitcompress.pipeline.job import Job, RunOptions, create_job
-from vitcompress.pipeline.latency import LatencyClock, check_latency, create_clock
+from vitcompress.pipeline.latency import LatencyClock, check_clock, check_latency, create_clock
 from vitcompress.pipeline.preflight import list_checks
 from vitcompress.pipeline.run import run_recipe
 from vitcompress.plan import Plan
@@ -125,6 +125,30 @@ def test_a_latency_target_is_not_measured_on_another_device(tmp_path: Path) -> N
     assert "latency_on=torch" in str(caught.value.hint)
     problems = dry_run._list_problems(list_checks(job(tmp_path, *sets, device="cuda:77"), dry=True))
     assert any("the latency target is for cuda:77" in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("runtime", "precision", "reason"),
+    [
+        ("torch", "int8", "torch has no precision 'int8'"),
+        ("torch", "tf32", "the precision is tf32, which cpu does not have"),
+        ("onnxruntime", "bf16", "the file is in bf16, for which CPUExecutionProvider has no convolution"),
+        ("onnxruntime", "int8+bf16", "ONNX precision 'int8\\+bf16' is not supported"),
+    ],
+)
+def test_a_dry_run_rejects_a_runtime_without_the_precision(
+    runtime: str, precision: str, reason: str, tmp_path: Path
+) -> None:
+    """As a run does: both have the same check."""
+    sets = (
+        "step.0.target=latency",
+        "step.0.amount=1.0",
+        f"step.0.latency_on={runtime}",
+        f"export.precision={precision}",
+    )
+    with pytest.raises(InputError, match=f"no latency on {runtime} here: {reason}") as caught:
+        check_clock(job(tmp_path, *sets))
+    assert caught.value.hint == "set latency_on to another runtime"
 
 
 def test_without_a_clock_the_structure_is_that_of_the_shares(tmp_path: Path) -> None:

@@ -16,10 +16,12 @@ from torch import nn
 
 from vitcompress import surgery
 from vitcompress.bench import machine, suite, timing
-from vitcompress.errors import DeviceError
+from vitcompress.errors import DeviceError, InputError
+from vitcompress.exporters.onnx.providers import choose_provider, resolve_precision
 from vitcompress.exporters.precision import HALF, present_layers
 from vitcompress.exporters.quantize.calibrate import calibrate
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, TorchRunner, available_exporter, open_runner
+from vitcompress.exporters.torch_runner import check_options
 from vitcompress.io.progress import Progress
 from vitcompress.methods import budget
 from vitcompress.methods.base import Goal, Measured, context_for
@@ -35,6 +37,7 @@ SECONDS = 20.0  # after which a candidate is not measured again
 PATIENCE = 60.0  # seconds that a step waits for a quiet machine, in total
 POLL = 1.0  # seconds over which the load is measured
 FORMATS = {"onnxruntime": "onnx", "openvino": "openvino"}  # runtime -> format of the file that it measures
+OTHER_RUNTIME = "set latency_on to another runtime"
 
 
 def describe_searches(job: Job) -> Iterator[str]:
@@ -75,15 +78,23 @@ def check_latency(job: Job) -> None:
 
 
 def check_clock(job: Job) -> None:
-    """Raise DeviceError if the runtime of a latency target is not for the run's device, InputError if it is missing."""
-    cpu = job.runtime.device.type == "cpu"
+    """Raise DeviceError or InputError if the runtime of a latency target is missing, or lacks device or precision."""
+    table, cpu = job.recipe.export, job.runtime.device.type == "cpu"
     problems = {"onnxruntime": job.onnx_problem, "openvino": None if cpu else "it runs on the CPU"}
     for goal in filter(None, (goal_of(step.options) for step in job.steps)):
         if problem := problems.get(goal.runtime):
             message = f"the latency target is for {job.runtime.device}, where {goal.runtime} does not work: {problem}"
             raise DeviceError(message, hint="measure with torch (--set step.0.latency_on=torch), or use --device cpu")
-        if goal.runtime in FORMATS:
-            available_exporter(FORMATS[goal.runtime], hint="or set latency_on to another runtime")
+        try:
+            if goal.runtime in FORMATS:
+                exporter = available_exporter(FORMATS[goal.runtime], hint=OTHER_RUNTIME)
+                exporter.check(table.only(exporter.supported(table)))
+            if goal.runtime == "onnxruntime":
+                resolve_precision("the file", table.precision, None, choose_provider(str(job.runtime.device), None)[0])
+            if goal.runtime == "torch":
+                check_options(RunnerOptions(), job.runtime.device, table.precision)
+        except InputError as error:
+            raise InputError(f"no latency on {goal.runtime} here: {error.message}", hint=OTHER_RUNTIME) from None
 
 
 def create_clock(job: Job) -> "LatencyClock":
@@ -165,7 +176,7 @@ class LatencyClock:
             if goal.runtime == "torch":
                 runner: Runner = TorchRunner(copy, replace(options, precision=precision), name="candidate")
             else:
-                exporter = available_exporter(FORMATS[goal.runtime], hint="or set latency_on to another runtime")
+                exporter = available_exporter(FORMATS[goal.runtime], hint=OTHER_RUNTIME)
                 path = Path(folder) / f"candidate{exporter.file_suffix}"
                 used = self.export.only(exporter.supported(self.export))
                 # The search for islands runs after training; only islands that are named and still there count.
