@@ -97,6 +97,20 @@ def test_every_stored_weight_is_within_half_a_step_of_the_model(uint8: bool, mod
     assert any("blocks.1.mlp.fc1.weight" in problem for problem in problems) and len(problems) == 2
 
 
+def test_close_biases_are_each_matched(model: nn.Module, tmp_path: Path) -> None:
+    """As after a few steps of training. Both are within the large steps of the second, which is first in the file."""
+    names = ["blocks.1.attn.proj.bias", "blocks.1.mlp.fc2.bias"]
+    with torch.no_grad():
+        for name in names:
+            model.get_parameter(name).copy_(1e-3 * torch.randn(32, generator=torch.Generator().manual_seed(0)).sign())
+        model.get_parameter(names[1]).mul_(1.02)
+        model.get_submodule("blocks.1.mlp.fc2").weight.mul_(10_000)
+    contents = read_contents(export(model, tmp_path / "m.xml", precision="int8").path)
+    compared = compare_tensors(exported_module(model, contents.metadata), contents)
+    assert not compared.problems
+    assert [compared.matches[name].name for name in names] == [f"{name}_quantized" for name in names]
+
+
 @pytest.mark.parametrize(("cpu", "bits", "expected"), [(AVX2, None, 7), (VNNI, None, 8), (AVX2, 8, 8), (VNNI, 7, 7)])
 def test_weights_have_eight_bits_where_their_products_are_exact(
     cpu: str, bits: Any, expected: int, model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
