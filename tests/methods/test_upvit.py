@@ -25,7 +25,7 @@ from vitcompress.methods.upvit.importance import Component
 from vitcompress.methods.upvit.ranking import best, candidates, least_first
 from vitcompress.methods.upvit.target import Target, standard_blocks
 from vitcompress.models.checkpoint import load_model, prune, save_model, standard_model
-from vitcompress.models.create import plan_of
+from vitcompress.models.create import create_model, plan_of
 from vitcompress.plan import Plan
 from vitcompress.verify.slice import slice_check
 
@@ -275,6 +275,15 @@ def test_swin_is_rejected_with_its_reason() -> None:
     base, options = Plan("swin_small_patch4_window7_224"), upvit.Options(target="swin_tiny_patch4_window7_224")
     with pytest.raises(PlanError, match="does not support swin models: each head has a relative position table"):
         upvit.structure(dense, family_of(dense), base, options)
+
+
+@pytest.mark.parametrize("variant", ["beit_absolute", "packed_biases"])
+def test_models_with_other_names_than_those_of_timm_are_rejected(variant: str) -> None:
+    """The result would be no checkpoint of timm's model."""
+    row = contract(variant, **({"use_rot_pos_emb": False} if variant == "packed_biases" else {}))
+    dense = create_model(row.arch, row.arch_args)
+    with pytest.raises(PlanError, match="whose weights have other names in timm"):
+        upvit.structure(dense, family_of(dense), row.plan, upvit.Options(target_args={"embed_dim": 8, "num_heads": 1}))
 
 
 @pytest.mark.parametrize(

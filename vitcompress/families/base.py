@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
 from timm.layers import AttentionPoolLatent, GluMlp, LayerNorm2d, LayerScale, Mlp, PatchEmbed, SwiGLU
-from torch import Tensor, nn
+from torch import nn
 
 from vitcompress.families.attention import AnyWidthAttention, SlicedPool
 from vitcompress.families.edited_block import EditedBlock, Wiring, branches_of
@@ -213,10 +213,6 @@ class Family(ABC):
         """Rewrite the model in place into an equal one that `spaces` describes, for example with the biases of q, k and
         v in their layer. Called for every model before anything else, possibly more than once."""
 
-    def timm_state(self, model: nn.Module) -> dict[str, Tensor]:
-        """The state dict of a dense model with the names that timm's unprepared model has."""
-        return model.state_dict()
-
     def linear_pair(self, model: nn.Module, ffn: str) -> tuple[str, str] | None:
         """Paths of the layers that `surgery.fold` multiplies, in order of use; None if there are not two."""
         return (f"{ffn}.fc1", f"{ffn}.fc2") if isinstance(model.get_submodule(ffn), Mlp | GluMlp) else None
@@ -335,13 +331,13 @@ def describe_ffn(model: nn.Module, path: str, mlp: Any) -> Described:
     if isinstance(mlp, nn.Linear):  # folded
         return [], [input_axis(name), *linear_axes(model, name)]
     hidden = mlp.fc2.in_features
-    axes, first = (), [layer for layer in ("fc1", "fc1_g", "fc1_x") if hasattr(mlp, layer)]  # two before `prepare`
-    for layer in first:
-        axes += linear_axes(model, f"{name}.{layer}", copies=getattr(mlp, layer).out_features // hidden)
+    first = [f"{name}.{layer}" for layer in ("fc1", "fc1_g", "fc1_x") if hasattr(mlp, layer)]  # two before `prepare`
+    copies = mlp.fc1.out_features // hidden if hasattr(mlp, "fc1") else 1
+    axes = [axis for layer in first for axis in linear_axes(model, layer, copies=copies)]
     if hasattr(mlp, "dwconv"):
         axes += linear_axes(model, f"{name}.dwconv")
     space = Space(name, "mlp", hidden, (*axes, input_axis(f"{name}.fc2")))
-    return [space], [*(input_axis(f"{name}.{layer}") for layer in first), *linear_axes(model, f"{name}.fc2")]
+    return [space], [*map(input_axis, first), *linear_axes(model, f"{name}.fc2")]
 
 
 def describe_pool(model: nn.Module, name: str, pool: Any) -> Described:

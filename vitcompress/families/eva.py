@@ -51,7 +51,7 @@ class EvaFamily(VitFamily):
         AttentionRope: SlicedRotaryAttention,
         AttentionPoolLatent: SlicedPool,
     }
-    ffn_types = (Mlp, GluMlp, SwiGLU)
+    ffn_types: tuple[type, ...] = (Mlp, GluMlp, SwiGLU)
     wiring = Wiring(
         branches=(("norm1", "attn", "gamma_1", "drop_path1"), ("norm2", "mlp", "gamma_2", "drop_path2")),
         takes_arguments=frozenset({"attn"}),
@@ -87,21 +87,6 @@ class EvaFamily(VitFamily):
                 packed = torch.cat([attn.q_bias, attn.k_bias, attn.v_bias]).detach()
                 attn.qkv.bias = nn.Parameter(packed, requires_grad=attn.q_bias.requires_grad)
                 attn.q_bias = attn.k_bias = attn.v_bias = None
-
-    def timm_state(self, model: nn.Module) -> dict[str, Tensor]:
-        """The state dict with separate layers and biases again, without the bias of k.
-
-        Exact without a rotary embedding: the bias of k then shifts all scores of a query equally.
-        """
-        state = model.state_dict()
-        for name, module in model.named_modules():
-            if hasattr(module, "q_bias") and f"{name}.qkv.bias" in state:
-                q, _, v = state.pop(f"{name}.qkv.bias").chunk(3)
-                state |= {f"{name}.q_bias": q, f"{name}.v_bias": v}
-            for part in ("weight", "bias") if hasattr(module, "split") else ():
-                gate, values = state.pop(f"{name}.fc1.{part}").chunk(2)
-                state |= {f"{name}.fc1_g.{part}": gate, f"{name}.fc1_x.{part}": values}
-        return state
 
     def at_size(self, model: Any, height: int, width: int) -> nn.Module:
         """A shallow copy with a rotary table for this size, so that an exported file contains no trigonometry."""

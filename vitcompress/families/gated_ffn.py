@@ -21,7 +21,6 @@ def pack(mlp: SwiGLU) -> GluMlp:
         joined = torch.cat([gate, mlp.fc1_x.get_parameter(name)]).detach()
         setattr(packed.fc1, name, nn.Parameter(joined, gate.requires_grad))
     packed.act, packed.drop1, packed.norm, packed.fc2, packed.drop2 = mlp.act, mlp.drop1, mlp.norm, mlp.fc2, mlp.drop2
-    vars(packed)["split"] = True  # in timm's model, see `EvaFamily.timm_state`
     return packed.train(mlp.training)
 
 

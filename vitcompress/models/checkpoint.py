@@ -49,7 +49,7 @@ def write_model(folder: Path, model: nn.Module, plan: Plan) -> None:
     if plan.standard:  # for `timm.create_model(arch, checkpoint_path=..., **args)`
         standard = standard_model(model, plan)
         metadata = {"arch": plan.standard["arch"], "args": json.dumps(plan.standard["args"])}
-        save_tensors(files.standard, family_of(standard).timm_state(standard), metadata)
+        save_tensors(files.standard, standard.state_dict(), metadata)
     save_tensors(files.weights, model.state_dict(), {"plan": plan.digest})
     write_text(files.plan, plan.to_json())
 

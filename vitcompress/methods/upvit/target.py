@@ -16,9 +16,10 @@ from vitcompress.methods.latency import check_target
 from vitcompress.methods.options import Strategy, UpvitOptions
 from vitcompress.methods.scores import UNMEASURED
 from vitcompress.methods.upvit.importance import Component, components
-from vitcompress.models.create import create_on_meta
+from vitcompress.models.create import build_on_meta, create_on_meta
 from vitcompress.plan import Plan, enclosing_module
 
+OTHER_METHODS = "use upvit on ViT or PVTv2; isomorphic and sero prune this family"
 KINDS = {"residual": "stream", "qk": "attention (q, k)", "v": "attention (v)", "mlp": "FFN", "sr": "spatial reduction"}
 Place = tuple[str, str]  # stage, or name of a space outside of blocks; kind of the space
 
@@ -142,6 +143,9 @@ def find_target(model: nn.Module, family: Family, base: Plan, options: UpvitOpti
         standard = create_on_meta(arch, arch_args)
     except InputError as error:
         raise PlanError(error.message, hint="set other sizes in target_args, or another target") from None
+    if standard.state_dict().keys() != build_on_meta(arch, arch_args).state_dict().keys():
+        message = f"UP-ViT does not support {family.name} models whose weights have other names in timm"
+        raise PlanError(message, hint=OTHER_METHODS)
     there, here = _Layout.of(standard, family_of(standard)), _Layout.of(model, family)
     stages = _stages(model, family, base, only_widths=there.depths == here.depths)
     if stages:
@@ -181,7 +185,7 @@ def _check_family(family: Family, spaces: tuple[Space, ...]) -> None:
         raise PlanError(
             f"UP-ViT does not support {family.name} models: each head has a relative position table, which one formed "
             "from several cannot have, and Swin shifts windows by the block's number, which changes with the blocks",
-            hint="use upvit on ViT or PVTv2; isomorphic and sero prune this family",
+            hint=OTHER_METHODS,
         )
     if any(space.whole_heads for space in spaces):
         raise PlanError(
