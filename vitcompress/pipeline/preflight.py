@@ -57,8 +57,13 @@ def list_checks(job: Job, *, dry: bool = False, opened: bool = True) -> Iterator
     yield partial(check_clock if dry else check_latency, job)
 
 
+def runtime_name(format: str) -> str:
+    """How `bench.runtimes` names the runtime of a format."""
+    return "onnxruntime" if format == "onnx" else format
+
+
 def check_formats(recipe: Recipe) -> None:
-    """Raise InputError for an unknown export format, one that cannot be built on this machine, or unused options."""
+    """Raise InputError for an unknown format or runtime, a format that this machine cannot write, or unused options."""
     table, used = recipe.export, set[str]()
     for name in table.formats:
         elsewhere = f"leave it out of --export and run `vitcompress export DIR --format {name}` on the target"
@@ -68,6 +73,10 @@ def check_formats(recipe: Recipe) -> None:
     if table.formats and (unused := [option for option in table.changed() if option not in used]):
         message = f"export.{unused[0]} is {getattr(table, unused[0])!r}, without effect on {', '.join(table.formats)}"
         raise InputError(message, hint="leave it out, or export to a format that uses it")
+    known = ("torch", *map(runtime_name, table.formats))
+    if unknown := [name for name in recipe.bench.runtimes or () if name not in known]:
+        message = f"bench.runtimes names {unknown[0]!r}, and this recipe measures in {', '.join(known)}"
+        raise InputError(message, hint="leave it out, or export to a format that runs there")
 
 
 def check_exports(job: Job) -> None:

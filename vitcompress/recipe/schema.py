@@ -79,7 +79,15 @@ class ProtocolTable:
 class BenchTable(ProtocolTable):
     """How the dense and the compressed model are measured."""
 
-    runtimes: Annotated[tuple[Literal["onnxruntime", "torch"], ...], Doc("for both models")] = ("onnxruntime", "torch")
+    runtimes: Annotated[
+        tuple[str, ...] | None,
+        Doc("`torch`, `onnxruntime`, or another exported format; None: torch and all exported formats; []: none"),
+    ] = None
+
+    @property
+    def unused(self) -> dict[str, str]:
+        """Options without effect beside the others -> the reason. `batch` is also that of latency targets."""
+        return dict.fromkeys(("protocol", "warmup", "runs"), "bench.runtimes is []") if self.runtimes == () else {}
 
 
 @dataclass(frozen=True)
