@@ -148,6 +148,19 @@ def test_weights_of_the_other_sign_fail_after_all_else_is_deleted(run: Path) -> 
         load_model(run)
 
 
+def test_an_edited_recipe_chooses_no_other_images(run: Path) -> None:
+    """Those of the run are named there: counts of others were added to its report."""
+    path, accuracy = run / "recipe.toml", read_json(run / "state/accuracy.json")
+    path.write_text(path.read_text().replace("heldout = ", "heldout = 0.5 # "))
+    for words in (("evaluate", run), ("evaluate", run / "model.onnx"), ("export", run, "--precision", "int8")):
+        code, output = command(*words)
+        assert code == 2 and "recipe.toml" in output and "--adopt" in output, words
+    assert read_json(run / "state/accuracy.json") == accuracy
+    code, output = command("verify", run)
+    failed = [check["name"] for check in json.loads(output)["checks"] if check["verdict"] == "failed"]
+    assert (code, failed) == (1, ["manifest.recipe.toml"])
+
+
 @pytest.mark.parametrize("edit", ["correct", "top1", "mcnemar", "file", "both"])
 def test_counts_are_those_of_the_images(run: Path, edit: str) -> None:
     """Without a manifest, too; `both`: also in the stored accuracy."""

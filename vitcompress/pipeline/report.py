@@ -269,10 +269,11 @@ def record_accuracy(
 
     def add(files: RunFolder) -> None:
         names, own = list_names(files.path, reports.read_report(files.path)), load_recipe_of_run(files.recipe).data
-        if replace(own, workers=used.workers) != used or options.preprocessing != Preprocessing():
+        accuracy = _read(files.accuracy, reports.ACCURACIES) or {}
+        same = evaluation["images"] == accuracy.get("compressed", {}).get("total", evaluation["images"])
+        if not same or replace(own, workers=used.workers) != used or options.preprocessing != Preprocessing():
             progress.note(f"not in the report of {files.path}: other images or preprocessing than those of the run")
             return
-        accuracy = _read(files.accuracy, reports.ACCURACIES) or {}
         mistakes = _read(files.mistakes, dict[str, list[int]]) or {}
         for row in evaluation["rows"]:
             for name in names.get(row["sha256"] or "", ()):

@@ -40,8 +40,12 @@ def load_recipe(source: str | Path, sets: Sequence[str] = (), model: str | None 
 def load_recipe_of_run(path: Path) -> Recipe:
     """The tables of a recipe.toml, with other steps: no package or version with the methods of the run is needed.
 
-    Raises RecipeError with all problems of the tables, InputError if the file cannot be read.
+    Raises RecipeError with all problems of the tables, InputError if the file cannot be read, and ArtifactError if it
+    was changed.
     """
+    from vitcompress.io.manifest import check_unchanged  # imports torch
+
+    check_unchanged(path.parent, path)
     name, data = read_table("recipe", str(path))
     return build_recipe(str(path), {"name": name, **data, **ANY_STEP})
 
