@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from command_line import copy_run, images
+from command_line import RECIPE, copy_run, images
 from PIL import Image
 
 from vitcompress import cli
@@ -138,6 +138,18 @@ def test_an_accuracy_on_other_images_is_not_that_of_the_run(folder: Path) -> Non
     assert "not in the report of run" in output and rows(folder)["model.onnx"]["accuracy"] is None
     call("evaluate", "run/model.onnx", "run/dense.onnx")
     assert rows(folder)["dense.onnx"]["accuracy"]["total"] == rows(folder)["model.onnx"]["accuracy"]["total"]
+
+
+def test_an_accuracy_after_images_were_removed_is_not_that_of_the_run(folder: Path) -> None:
+    Path("small.toml").write_text(RECIPE)
+    images("pictures", each=10)
+    sizes = ("--set", "dense.batch_size=8", "--set", "finetune.batch_size=8")
+    call("recipe", "small.toml", "--data", "pictures", "--out", "trained", *sizes)
+    before = rows(Path("trained"))["model.onnx"]["accuracy"]
+    next(Path("pictures/val/class0").iterdir()).unlink()
+    output = call("evaluate", "trained/model.onnx")
+    assert "not in the report of trained" in output and "of 19" in output
+    assert rows(Path("trained"))["model.onnx"]["accuracy"] == before and before["total"] == 20
 
 
 def test_speeds_without_their_files_are_dropped() -> None:

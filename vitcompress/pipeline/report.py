@@ -270,8 +270,8 @@ def record_accuracy(
     def add(files: RunFolder) -> None:
         names, own = list_names(files.path, reports.read_report(files.path)), load_recipe_of_run(files.recipe).data
         accuracy = _read(files.accuracy, reports.ACCURACIES) or {}
-        same = evaluation["images"] == accuracy.get("compressed", {}).get("total", evaluation["images"])
-        if not same or replace(own, workers=used.workers) != used or options.preprocessing != Preprocessing():
+        counts = {entry["total"] for entry in accuracy.values() if "total" in entry}  # images may have come or gone
+        if counts - {evaluation["images"]} or replace(own, workers=used.workers) != used or options.preprocessing != Preprocessing():
             progress.note(f"not in the report of {files.path}: other images or preprocessing than those of the run")
             return
         mistakes = _read(files.mistakes, dict[str, list[int]]) or {}
