@@ -12,7 +12,6 @@ import torch
 
 from vitcompress.bench.report.records import GpuSettings, GpuSummary
 
-NVML_MISSING = "nvidia-ml-py is not installed: pip install 'vitcompress[cuda]'"
 POWERCAP = Path("/sys/class/powercap")
 SECONDS_BETWEEN = 0.5
 GpuState = dict[str, float | list[str] | list[int] | None]  # one reading; None if the GPU does not report a value
@@ -37,7 +36,7 @@ class Gpu:
         try:
             import pynvml  # type: ignore[import-not-found,unused-ignore]
         except ImportError:
-            raise LookupError(NVML_MISSING) from None
+            raise LookupError("nvidia-ml-py is not installed: pip install 'vitcompress[cuda]'") from None
         self._nvml = pynvml
         try:
             pynvml.nvmlInit()

@@ -31,7 +31,6 @@ FUSED_ATTENTION = re.compile(r"_gem[mv]_mha|fmha|flash|fused_?(?:mha|attention)"
 SOFTMAX = re.compile(r"softmax|SubExpSum", re.I)  # the latter in names of generated kernels
 HEAVY_TYPES = re.compile(r"gemm|matrix_?multiply|convolution|fullyconnected", re.I)
 HEAVY_NAMES = re.compile(r"gemm|xmma|cutlass|h16816|cublas|convolution|\b__myl_(?:bb\d+_\d+_)?Fc", re.I)
-COPIES = re.compile(r"reformat|^cast$", re.I)
 # A generated kernel with no other operators; older versions abbreviate operators to three letters.
 CAST_KERNEL = re.compile(r"^_{2}myl_(?:bb\d+_\d+_)?(?:(?:Repl?)?Cast?|Move?)+(?:_|$)")
 IDLE = re.compile(r"^(noop|constant|wait|signal|shape_call)$", re.I)  # takes no time on the GPU
@@ -67,7 +66,7 @@ class Layer:
 
     @property
     def copies(self) -> bool:
-        return bool(COPIES.search(self.kind) or CAST_KERNEL.search(self.name))
+        return bool(re.search(r"reformat|^cast$", self.kind, re.I) or CAST_KERNEL.search(self.name))
 
     @property
     def opaque(self) -> bool:

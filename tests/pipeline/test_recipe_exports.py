@@ -185,16 +185,13 @@ def test_a_removed_file_is_exported_and_verified_again(structure: Path, tmp_path
 @pytest.mark.skipif(EXPORTERS["openvino"].unavailable() is not None, reason="OpenVINO is not installed")
 @pytest.mark.parametrize(("chosen", "measured"), [("[]", []), ('["openvino"]', ["openvino"]), ('["torch"]', ["torch"])])
 def test_models_are_measured_in_the_chosen_runtimes_only(chosen: str, measured: list[str], tmp_path: Path) -> None:
-    result, progress = world.run(tmp_path, 'export.formats=["openvino"]', f"bench.runtimes={chosen}", **STRUCTURE)
+    result, _ = world.run(tmp_path, 'export.formats=["openvino"]', f"bench.runtimes={chosen}", **STRUCTURE)
     assert [entry["rows"][0]["runtime"] for entry in result.report["bench"] or ()] == measured
-    assert ("Measure dense against compressed" in progress.stages) == bool(measured)
 
 
-def test_runtimes_without_a_file_and_settings_of_no_measurement_are_rejected(tmp_path: Path) -> None:
+def test_runtimes_without_a_file_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"names 'openvino', and this recipe measures in torch, onnxruntime"):
         world.run(tmp_path, 'bench.runtimes=["torch", "openvino"]', **STRUCTURE)
-    with pytest.raises(InputError, match=r"bench.runs=5   has no effect: bench.runtimes is \[\]"):
-        world.run(tmp_path, "bench.runtimes=[]", "bench.runs=5", **STRUCTURE)
     assert not (tmp_path / "run").exists()
 
 

@@ -9,7 +9,7 @@ import click
 from vitcompress.cli import options as opt
 from vitcompress.cli.common import common_options, note_without_manifest, print_result, report_failure, show_progress
 from vitcompress.cli.options import FILE, FOLDER
-from vitcompress.errors import ArtifactError, InputError, MissingExtraError, RecipeError
+from vitcompress.errors import InputError, MissingExtraError
 
 
 @click.command()
@@ -38,7 +38,7 @@ def verify(folder: Path, require_verified: bool, adopt: bool) -> int:
 
         progress.stage(f"Verify {folder}")
         dense = None
-        with suppress(RecipeError, ArtifactError) if RunFolder(folder).manifest.exists() else nullcontext():  # which has its hash
+        with suppress(InputError) if RunFolder(folder).manifest.exists() else nullcontext():  # which has its hash
             dense = dense_folder_of_run(folder)
         with claim_run(folder):
             verification = verify_folder(folder, dense=dense, progress=progress, adopt=adopt)

@@ -50,10 +50,6 @@ def parse_list(convert: Callable[[str], Any], expected: str) -> Callable[[str], 
     return parse
 
 
-def _capability(word: str) -> int:
-    return int(word.lower().removeprefix("sm").removeprefix("_").replace(".", ""))
-
-
 def parse_name(value: str) -> str:
     """A format, precision or device in lower case, by its first name."""
     return ALIASES.get(value.lower(), value.lower())
@@ -61,7 +57,7 @@ def parse_name(value: str) -> str:
 
 parse_words = parse_list(str, "names")
 parse_formats = parse_list(parse_name, "formats")
-parse_capabilities = parse_list(_capability, "compute capabilities, as in 80,8.9")
+parse_capabilities = parse_list(lambda s: int(re.sub("^sm_?|[.]", "", s.lower())), "compute capabilities, as in 80,8.9")
 parse_batches = parse_list(click.IntRange(1, MOST), "numbers from 1 to 1048576, as in 1,8,64")
 parse_shares = parse_list(
     click.FloatRange(0, 1), "numbers from 0 to 1, as in 0.485,0.456,0.406; divide those of bytes by 255"

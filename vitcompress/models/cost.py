@@ -17,7 +17,6 @@ from vitcompress.plan import Plan
 from vitcompress.surgery.shapes import sliced_shapes
 
 FREE = {"layer_norm", "gelu", "softmax", "dropout"}  # without products, and their output has the shape of the input
-LINEAR_OPERATORS = ("convolution", "addmm", "mm")
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
 
 def _cost(module: nn.Module, flops: Mapping[Any, int]) -> Cost:
     macs = {str(operator).split(".")[-1]: count // 2 for operator, count in flops.items()}
-    linear = sum(macs.get(name, 0) for name in LINEAR_OPERATORS)
+    linear = sum(macs.get(name, 0) for name in ("convolution", "addmm", "mm"))
     return Cost(sum(p.numel() for p in module.parameters()), sum(macs.values()), linear)
 
 

@@ -144,9 +144,8 @@ def list_work(job: Job) -> Iterator[Work]:
     if trains:
         yield Work("evaluate on the test images", images=test)
     protocol = timing.protocol(recipe.bench.protocol, **recipe.bench.changes)
-    if recipe.bench.runtimes != ():
-        yield Work(f"measure ({protocol.name}, batch {protocol.batch})")
-    yield Work("report")
+    measured = [f"measure ({protocol.name}, batch {protocol.batch})"] * (recipe.bench.runtimes != ())
+    yield from map(Work, (*measured, "report"))
 
 
 def count_final_cost(job: Job) -> Cost:

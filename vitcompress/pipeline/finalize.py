@@ -19,7 +19,6 @@ from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.checkpoint import load_model, load_model_files, read_plan, write_model
 from vitcompress.pipeline.export import quarantine_failed, runnable_files
 from vitcompress.pipeline.job import Job
-from vitcompress.pipeline.preflight import runtime_name
 from vitcompress.pipeline.report import list_names
 from vitcompress.training.loaders import EvalLoader
 from vitcompress.training.metrics import evaluate_images, mcnemar, random_images
@@ -100,9 +99,8 @@ def _models(job: Job) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
 
 def bench_models(job: Job) -> None:
     """bench.json: dense and compressed model, measured interleaved, in the exported formats and in torch."""
+    job.progress.stage("Measure dense against compressed")
     table, results = job.recipe.bench, []
-    if table.runtimes != ():
-        job.progress.stage("Measure dense against compressed")
     for dense, compressed, device in _pairs(job):
         runner, seed = RunnerOptions(device=device), job.recipe.run.seed
         options = suite.BenchOptions(table.protocol, table.batch, table.warmup, table.runs, runner, seed=seed)
@@ -119,7 +117,7 @@ def _pairs(job: Job) -> Iterator[tuple[Path, Path, str | None]]:
     """Dense and compressed artifact of one format, and the device; None: that of the file."""
     dense, chosen = runnable_files(job, "dense"), job.recipe.bench.runtimes
     for name, (path, device) in runnable_files(job, "model").items():
-        if name in dense and (chosen is None or runtime_name(name) in chosen):
+        if name in dense and (chosen is None or ("onnxruntime" if name == "onnx" else name) in chosen):
             yield dense[name][0], path, device
     if chosen is None or "torch" in chosen:
         yield job.dense_folder, job.folder, str(job.runtime.device)

@@ -49,17 +49,11 @@ def list_checks(job: Job, *, dry: bool = False, opened: bool = True) -> Iterator
     """All checks, in order. dry: they download nothing and measure nothing. opened: the number of classes is known."""
     bench = job.recipe.bench
     yield from (partial(check, job) for check in (check_exports, check_training, check_expect, check_room))
-    yield partial(timing.protocol, bench.protocol, **bench.changes)
-    yield partial(check_writable, job.dense_folder)
+    yield from (partial(timing.protocol, bench.protocol, **bench.changes), partial(check_writable, job.dense_folder))
     yield partial(check_weights, job, download=not dry)
     if opened:
         yield partial(check_teacher, job, download=not dry)
     yield partial(check_clock if dry else check_latency, job)
-
-
-def runtime_name(format: str) -> str:
-    """How `bench.runtimes` names the runtime of a format."""
-    return "onnxruntime" if format == "onnx" else format
 
 
 def check_formats(recipe: Recipe) -> None:
@@ -73,7 +67,7 @@ def check_formats(recipe: Recipe) -> None:
     if table.formats and (unused := [option for option in table.changed() if option not in used]):
         message = f"export.{unused[0]} is {getattr(table, unused[0])!r}, without effect on {', '.join(table.formats)}"
         raise InputError(message, hint="leave it out, or export to a format that uses it")
-    known = ("torch", *map(runtime_name, table.formats))
+    known = ("torch", *("onnxruntime" if name == "onnx" else name for name in table.formats))
     if unknown := [name for name in recipe.bench.runtimes or () if name not in known]:
         message = f"bench.runtimes names {unknown[0]!r}, and this recipe measures in {', '.join(known)}"
         raise InputError(message, hint="leave it out, or export to a format that runs there")

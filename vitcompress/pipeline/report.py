@@ -39,8 +39,6 @@ from vitcompress.recipe.schema import Recipe
 from vitcompress.training.metrics import guessed
 from vitcompress.verify.outputs import AGREEMENT
 
-ACCURACY_KEYS = FileAccuracy.__annotations__.keys()  # of a row of `evaluate`
-
 
 def describe_choice(recipe: Recipe, *, searched: bool) -> str:
     """How the steps choose what to remove: a search, a publication, at random.
@@ -271,14 +269,15 @@ def record_accuracy(
         names, own = list_names(files.path, reports.read_report(files.path)), load_recipe_of_run(files.recipe).data
         accuracy = _read(files.accuracy, reports.ACCURACIES) or {}
         counts = {entry["total"] for entry in accuracy.values() if "total" in entry}  # images may have come or gone
-        if counts - {evaluation["images"]} or replace(own, workers=used.workers) != used or options.preprocessing != Preprocessing():
+        same = counts <= {evaluation["images"]} and replace(own, workers=used.workers) == used
+        if not same or options.preprocessing != Preprocessing():
             progress.note(f"not in the report of {files.path}: other images or preprocessing than those of the run")
             return
         mistakes = _read(files.mistakes, dict[str, list[int]]) or {}
         for row in evaluation["rows"]:
             for name in names.get(row["sha256"] or "", ()):
                 if "/" not in name and name != files.weights.name:
-                    accuracy[name] = {key: value for key, value in row.items() if key in ACCURACY_KEYS}
+                    accuracy[name] = {key: value for key, value in row.items() if key in FileAccuracy.__annotations__}
                     mistakes[name] = row["mistakes"]
         write_json(files.mistakes, mistakes)
         write_json(files.accuracy, accuracy)

@@ -40,8 +40,7 @@ def load_recipe(source: str | Path, sets: Sequence[str] = (), model: str | None 
 def load_recipe_of_run(path: Path) -> Recipe:
     """The tables of a recipe.toml, with other steps: no package or version with the methods of the run is needed.
 
-    Raises RecipeError with all problems of the tables, InputError if the file cannot be read, and ArtifactError if it
-    was changed.
+    Raises RecipeError with all problems of the tables, InputError or ArtifactError if it cannot be read or was changed.
     """
     from vitcompress.io.manifest import check_unchanged  # imports torch
 

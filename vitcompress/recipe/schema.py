@@ -84,11 +84,6 @@ class BenchTable(ProtocolTable):
         Doc("`torch`, `onnxruntime`, or another exported format; None: torch and all exported formats; []: none"),
     ] = None
 
-    @property
-    def unused(self) -> dict[str, str]:
-        """Options without effect beside the others -> the reason. `batch` is also that of latency targets."""
-        return dict.fromkeys(("protocol", "warmup", "runs"), "bench.runtimes is []") if self.runtimes == () else {}
-
 
 @dataclass(frozen=True)
 class RunTable:

@@ -24,7 +24,6 @@ from vitcompress.verify.weights import WEIGHTS
 
 SETTINGS = ("precision", "opset")
 BUILD_SETTINGS = ("runtime_version", "sm", "batch", "tf32", "optimization_level", "hardware_compatible")
-FIELDS = {field.name for field in fields(Check)}
 
 
 def engine_checks(path: Path, original: PlannedOriginal) -> Iterator[Check]:
@@ -47,7 +46,7 @@ def engine_checks(path: Path, original: PlannedOriginal) -> Iterator[Check]:
 def inspector_checks(path: Path) -> Iterator[Check]:
     """The checks of the engine's layers, which the inspector of TensorRT made when the engine was built."""
     for check in usable_sidecar(path).get("build", {}).get("truth", ()):
-        known = {key: value for key, value in check.items() if key in FIELDS}
+        known = {field.name: check[field.name] for field in fields(Check) if field.name in check}
         yield Check(**{**known, "name": f"{path.name}.{check['name'].removeprefix('engine.')}"})
 
 

@@ -11,6 +11,7 @@ from vitcompress.bench.report.loss import describe_difference, interval_in_point
 from vitcompress.bench.report.records import BenchRecord, CheckRecord
 from vitcompress.bench.report.run import check_table
 from vitcompress.cli.output.terminal import print_line, print_table, print_text
+from vitcompress.exporters.doctor import NO_CLOCKS
 from vitcompress.io.text import NOT_MEASURED, Columns, Table, format_range, shorten_names, shorten_paths
 from vitcompress.models.source import list_by_source
 from vitcompress.pipeline.dry_run import DryRun, Size, SizeComparison
@@ -218,7 +219,8 @@ def print_doctor(facts: Mapping[str, Any]) -> None:
     for line in facts["warnings"]:
         print_line(f"note: {line}")
     verbs = ("export", "run", "measure")
-    rows = ((row["target"], *(_answer(row[verb]) for verb in verbs)) for row in facts["targets"])
+    words = {None: "yes", "-": "-", NO_CLOCKS: "partly"}  # other reasons: why it does not work
+    rows = ((row["target"], *(words.get(row[verb], "no") for verb in verbs)) for row in facts["targets"])
     print_table(Table("", ("target", *verbs), tuple(rows)))
     remedies = dict[str, list[str]]()  # of each reason, one line per target
     for row in facts["targets"]:
@@ -229,7 +231,3 @@ def print_doctor(facts: Mapping[str, Any]) -> None:
         print_text("\n".join([f"  {reason}", *lines]))
     for item in facts["optional"]:
         print_text(f"  {item['package']} ({item['for']}): {'installed' if item['present'] else item['install']}")
-
-
-def _answer(reason: str | None) -> str:
-    return {None: "yes", "-": "-"}.get(reason) or ("partly" if str(reason).startswith("times only") else "no")
