@@ -7,7 +7,7 @@ from typing import Any, cast
 import click
 
 from vitcompress.cli import options as opt
-from vitcompress.cli.common import common_options, note_without_manifest, print_result, report_failure, show_progress
+from vitcompress.cli.common import common_options, print_result, report_failure, show_progress
 from vitcompress.cli.options import FILE, FOLDER
 from vitcompress.errors import InputError, MissingExtraError
 
@@ -85,7 +85,6 @@ def export(
         from vitcompress.pipeline.fastest import FASTEST, FORMATS, choose_fastest, options_for
         from vitcompress.pipeline.report import refresh_reports
 
-        note_without_manifest([folder], progress)
         key = options.pop("sign")
         settings = ExportOptions(**{name: value for name, value in options.items() if value not in (None, ())})
         candidates: list[Any] = []
@@ -184,7 +183,6 @@ def bench(artifacts: tuple[str, ...], notes: bool, **options: Any) -> int:
         from vitcompress.exporters.runtimes import RunnerOptions
         from vitcompress.pipeline.report import record_bench
 
-        note_without_manifest(artifacts, progress)
         settings = suite.BenchOptions(runner=opt.take(options, RunnerOptions), **options)
         result = suite.run(artifacts, settings, progress)
         measured, table = result.to_dict(), bench_table([result.to_dict()])
@@ -220,7 +218,6 @@ def evaluate(artifacts: tuple[str, ...], max_drop: float | None, **options: Any)
         from vitcompress.models.preprocessing import Preprocessing
         from vitcompress.pipeline.report import record_accuracy
 
-        note_without_manifest(artifacts, progress)
         runner, preprocessing = opt.take(options, RunnerOptions), opt.take(options, Preprocessing)
         settings = accuracy.EvaluateOptions(runner=runner, preprocessing=preprocessing, **options)
         result = accuracy.run(artifacts, settings, progress)
@@ -258,7 +255,6 @@ def report(folders: tuple[str, ...], plot: Path | None, max_drop: float | None, 
         from vitcompress.io.files import write_text
         from vitcompress.pipeline.report import read_reports
 
-        note_without_manifest(folders, progress)
         result = compare.compare_runs(read_reports(folders, files["bench"], progress))
         drops = [line for name, run in result["runs"].items() for line in list_run_drops(name, run, max_drop)]
         result["plot"] = None

@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,7 +22,6 @@ import click
 from vitcompress.cli.options import SET_EXAMPLE, add_options, flag
 from vitcompress.errors import GPU_ERROR, OUT_OF_MEMORY, CheckFailedError, InputError, VitcompressError, first_line
 from vitcompress.io.progress import SILENT, Progress
-from vitcompress.io.run_folder import RunFolder
 
 STOPPED = 130  # what a shell reports for a program that Ctrl-C ended
 
@@ -258,14 +257,6 @@ def print_result(data: Any, draw: Callable[[Any], None], failure: str | None = N
     if is_main_process():
         (terminal.print_json if _is_set("json") else draw)(data)
     return report_failure(failure) if failure else 0
-
-
-def note_without_manifest(artifacts: Iterable[str | Path], progress: Progress) -> None:
-    """Name the finished run folders without a manifest, as earlier versions wrote them."""
-    folders = [files for files in map(RunFolder, map(Path, artifacts)) if files.report.is_file()]
-    if old := [str(files.path) for files in folders if not files.manifest.exists()]:
-        remedy = f"`vitcompress verify {old[0]} --adopt` writes one"
-        progress.note(f"changes of files are not detected without a manifest, in {', '.join(old)}: {remedy}")
 
 
 def report_failure(message: str, hint: str | None = None) -> int:

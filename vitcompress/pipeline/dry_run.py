@@ -144,8 +144,9 @@ def list_work(job: Job) -> Iterator[Work]:
     if trains:
         yield Work("evaluate on the test images", images=test)
     protocol = timing.protocol(recipe.bench.protocol, **recipe.bench.changes)
-    measured = [f"measure ({protocol.name}, batch {protocol.batch})"] * (recipe.bench.runtimes != ())
-    yield from map(Work, (*measured, "report"))
+    if recipe.bench.runtimes != ():
+        yield Work(f"measure ({protocol.name}, batch {protocol.batch})")
+    yield Work("report")
 
 
 def count_final_cost(job: Job) -> Cost:

@@ -49,7 +49,8 @@ def list_checks(job: Job, *, dry: bool = False, opened: bool = True) -> Iterator
     """All checks, in order. dry: they download nothing and measure nothing. opened: the number of classes is known."""
     bench = job.recipe.bench
     yield from (partial(check, job) for check in (check_exports, check_training, check_expect, check_room))
-    yield from (partial(timing.protocol, bench.protocol, **bench.changes), partial(check_writable, job.dense_folder))
+    yield partial(timing.protocol, bench.protocol, **bench.changes)
+    yield partial(check_writable, job.dense_folder)
     yield partial(check_weights, job, download=not dry)
     if opened:
         yield partial(check_teacher, job, download=not dry)
