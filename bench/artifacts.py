@@ -54,7 +54,9 @@ def open_artifacts(
     Returns runner -> (artifact, variant or None). Raises ArtifactError or DeviceError if one of them cannot run with
     these options, and InputError for unknown variants, or a setting that a runtime does not have.
     """
-    device = _default_device(artifacts, options.device)
+    # Everything beside an engine runs on its GPU.
+    engines = options.device is None and any(RUNNERS.get(Path(path).suffix) is EngineRunner for path in artifacts)
+    device = "cuda" if engines and hardware.count_gpus() else options.device
     settings = {} if variants is None else parse_variants(variants, device)
     if settings and not any(map(_runs_in_torch, artifacts)):
         problem = "--variants are settings of torch, and none of these artifacts runs in torch"
@@ -71,12 +73,6 @@ def open_artifacts(
             _check_settings(runner, options)
             runners[runner] = artifact, variant
     return runners
-
-
-def _default_device(artifacts: Sequence[str | Path], device: str | None) -> str | None:
-    """`device`; if it is None and engines are among the artifacts, the GPU for everything beside them."""
-    engines = device is None and any(RUNNERS.get(Path(artifact).suffix) is EngineRunner for artifact in artifacts)
-    return "cuda" if engines and hardware.count_gpus() else device
 
 
 def _runs_in_torch(artifact: str | Path) -> bool:

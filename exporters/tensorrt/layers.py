@@ -117,8 +117,7 @@ def layer_checks(layers: Sequence[Layer], precision: str, attentions: int, produ
     working = [layer for layer in layers if not IDLE.search(layer.kind)]
     copies = sum(layer.copies for layer in working)
     share = copies / len(working) if working else 1.0
-    detail = f"{copies} of {len(working)} layers only cast or reformat"
-    copied = limit_check(COPIES_SHARE, share, MOST_COPIES, detail)
+    copied = limit_check(COPIES_SHARE, share, MOST_COPIES, f"{copies} of {len(working)} layers only cast or reformat")
     return _check_precision(layers, precision, products), _check_attention(layers, precision, attentions), copied
 
 

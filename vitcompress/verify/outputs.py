@@ -230,8 +230,7 @@ def output_checks(path: Path, original: Original, device: str | None = None) -> 
         if path.suffix == OPENVINO.file_suffix:
             checks[0] = _add_default(checks[0], path, original)
     except (DeviceError, MissingExtraError) as error:
-        detail = f"{error.message}; {error.hint or 'run the command on the target'}"
-        checks = [original.not_run(name, path, detail)]
+        checks = [original.not_run(name, path, f"{error.message}; {error.hint or 'run the command on the target'}")]
     except VitcompressError as error:
         return [Check(name, "failed", detail=error.message)]
     return checks if device else [*checks, *rounded_checks(path, original)]
