@@ -716,6 +716,20 @@ def test_methods_that_train_nothing_leave_the_random_generator_of_torch() -> Non
         assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("options", [{"precision": "fp16"}, {"precision": "int8", "data": batches()}])
+def test_a_model_in_training_mode_is_exported_as_in_evaluation_mode(options: Any, tmp_path: Path) -> None:
+    network = model(drop_path_rate=0.5, proj_drop_rate=0.5)
+    files = [vc.export(network.train(mode), tmp_path / f"{mode}.onnx", **options) for mode in (False, True)]
+    assert network.training and files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_folding_leaves_the_random_generator_of_torch() -> None:
+    small = vc.prune(model(), vc.plan(model(), "fixed", activation=[0]))
+    before = torch.get_rng_state()
+    folded: Any = vc.fold(small)
+    assert folded.plan.folded and torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_classifier_of_several_layers_stays_if_its_inputs_stay() -> None:
     network = model()
     network.head = nn.Sequential(nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 4))

@@ -51,7 +51,7 @@ def unwrap(model: object) -> nn.Module:
 
 def copy_model(model: nn.Module) -> nn.Module:
     """A deep copy. Raises UnsupportedModelError for computed weights, which torch cannot copy."""
-    for name, module in model.named_modules():
+    for name, module in unwrap(model).named_modules():
         if any(isinstance(value, Tensor) and not value.is_leaf for value in vars(module).values()):
             raise UnsupportedModelError(f"this model cannot be copied: its {name} {COMPUTED}")
     return deepcopy(model)

@@ -137,7 +137,6 @@ def _finish(model: nn.Module, arch: str, args: Mapping[str, object]) -> nn.Modul
 
 def prepared(model: nn.Module) -> nn.Module:
     """`model` if it has a plan, so that it is prepared, else a copy that `prepare_model` rewrote."""
-    reject_wrapper(model)
     return model if hasattr(model, "plan") else prepare_model(copy_model(model))
 
 

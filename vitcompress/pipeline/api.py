@@ -24,7 +24,7 @@ from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.runner import Runner, RunnerOptions
 from vitcompress.exporters.runtimes import EXPORTERS, available_exporter, open_runner
 from vitcompress.exporters.torch_runner import TorchRunner
-from vitcompress.families.lookup import copy_model
+from vitcompress.families.lookup import copy_model, prepare_model
 from vitcompress.io.checks import Verification
 from vitcompress.io.files import convert_write_errors, read_json, user_path, write_json
 from vitcompress.io.progress import SILENT, Progress
@@ -279,7 +279,8 @@ def export(
     exporter.check_path(path)
     with convert_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    model = create.prepared(model)  # the names of its weights are those of `save_model`
+    # As `save_model` names the weights, and without dropout: ranges and outputs are measured.
+    model = prepare_model(copy_model(model)).eval()
     original, calibration = Original(model, noise_images(model), real=False), None
     if data is not None:
         source = as_images(data, create.image_size(model))

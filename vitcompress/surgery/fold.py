@@ -98,7 +98,8 @@ def fold_module(model: nn.Module, family: Family, name: str) -> float:
         first, second = _linear_layers(model, family, name)
         weight, bias = product(first, second)
         like, (outputs, inputs) = second.weight, weight.shape
-        layer = nn.Linear(inputs, outputs, bias is not None, device=like.device, dtype=like.dtype)
+        layer = nn.Linear(inputs, outputs, bias is not None, device="meta", dtype=like.dtype)
+        layer.to_empty(device=like.device)  # draws no random numbers
         layer.requires_grad_(like.requires_grad)
         replace_module(model, name, layer)
     else:
