@@ -229,6 +229,16 @@ def test_both_splits_of_a_timm_folder_need_the_same_classes(source: str, tmp_pat
         open_data(DataOptions(source, str(root)), seed=0)
 
 
+@pytest.mark.parametrize(("name", "option"), [("train", "train_split"), ("val", "test_split")])
+def test_a_folder_of_another_name_can_be_named(name: str, option: str, tmp_path: Path) -> None:
+    root = image_folder(tmp_path, {"train": {"a": 3, "b": 3}, "val": {"a": 2, "b": 1}})
+    (root / name).rename(root / "other")
+    with pytest.raises(DataError) as caught:
+        open_data(DataOptions("imagefolder", str(root)), seed=0)
+    assert f"data.{option}" in str(caught.value.hint)
+    assert open_data(DataOptions("imagefolder", str(root), **{option: "other"}), seed=0).classes == ("a", "b")
+
+
 def replace_image(root: Path) -> None:
     Image.new("RGB", (6, 5), (9, 9, 9)).save(root / "train/a/0.png")
 
