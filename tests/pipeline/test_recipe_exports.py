@@ -189,9 +189,10 @@ def test_models_are_measured_in_the_chosen_runtimes_only(chosen: str, measured: 
     assert [entry["rows"][0]["runtime"] for entry in result.report["bench"] or ()] == measured
 
 
-def test_runtimes_without_a_file_are_rejected(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"names 'openvino', and this recipe measures in torch, onnxruntime"):
-        world.run(tmp_path, 'bench.runtimes=["torch", "openvino"]', **STRUCTURE)
+def test_unknown_runtimes_are_rejected(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="names 'onnx'") as caught:
+        world.run(tmp_path, 'bench.runtimes=["torch", "onnx"]', **STRUCTURE)
+    assert "torch, onnxruntime, openvino" in str(caught.value.hint)
     assert not (tmp_path / "run").exists()
 
 

@@ -237,7 +237,7 @@ def test_verify_passes_again_after_it_replaced_its_own_verdict(run: Path) -> Non
     assert [command("verify", run)[0] for _ in range(2)] == [1, 0]
 
 
-def test_a_folder_of_an_earlier_version_works_and_can_be_adopted(run: Path) -> None:
+def test_a_folder_without_a_manifest_works_and_can_be_adopted(run: Path) -> None:
     report = read_json(run / "report.json")
     write_json(run / "report.json", {key: value for key, value in report.items() if key != "manifest"})
     (run / "manifest.json").unlink()
@@ -245,8 +245,7 @@ def test_a_folder_of_an_earlier_version_works_and_can_be_adopted(run: Path) -> N
     (check,) = (check for check in json.loads(output)["checks"] if check["name"] == "manifest")
     assert code == 0 and check["verdict"] == "not_run" and "--adopt" in check["detail"]
     assert command("verify", run, "--require-verified")[0] == 1 and not (run / "manifest.json").exists()
-    result = CliRunner().invoke(cli.main, ["report", str(run)])
-    assert result.exit_code == 0 and result.stderr.count("--adopt") == 1
+    assert command("report", run)[0] == 0
     assert command("verify", run, "--adopt")[0] == 0
     assert sorted([*(read_manifest(run) or {})["files"], "manifest.json"]) == relatives(run)
     assert command("verify", run)[0] == 0
