@@ -71,9 +71,7 @@ def check_formats(recipe: Recipe) -> None:
     formats = {**EXPORTERS, **dict.fromkeys(table.formats)}
     known = ("torch", *("onnxruntime" if name == "onnx" else name for name in formats))
     if unknown := [name for name in recipe.bench.runtimes or () if name not in known]:
-        raise InputError(
-            f"bench.runtimes names {unknown[0]!r}", hint=f"use names of {', '.join(known)}, or leave it out"
-        )
+        raise InputError(f"bench.runtimes names {unknown[0]!r}", hint=f"use {', '.join(known)}, or leave it out")
 
 
 def check_exports(job: Job) -> None:
