@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import whole_runs
-from on_simulated_gpu import python
+from on_simulated_gpu import needs_onnx_on_cuda, python
 
 from vitcompress.io.files import read_json
 
@@ -67,6 +67,7 @@ for words in json.loads(sys.argv[1]):
 """
 
 
+@needs_onnx_on_cuda
 def test_recipes_have_everything_on_the_gpu(tmp_path: Path) -> None:
     commands = []
     for method, step in STEPS.items():

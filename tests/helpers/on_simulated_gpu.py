@@ -5,6 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import onnxruntime
+import pytest
+
+needs_onnx_on_cuda = pytest.mark.skipif(
+    "CUDAExecutionProvider" not in onnxruntime.get_available_providers(), reason="this ONNX Runtime is for the CPU only"
+)
 HERE = Path(__file__).parent
 ENVIRONMENT = {
     **os.environ,
