@@ -103,6 +103,7 @@ def test_another_attention_kernel_has_the_same_outputs() -> None:
 
 def test_every_model_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch by default compiles eight models of a class, and runs others uncompiled. The limits are restored."""
+    torch.compiler.reset()
     compiled, limits = [], ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit")
     before = [getattr(torch._dynamo.config, name) for name in limits]
 

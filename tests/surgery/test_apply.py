@@ -51,7 +51,7 @@ def test_weights_can_be_replaced_in_a_call(variant: str) -> None:
     replaced = functional_call(pruned, doubled, (x,)).detach()
     assert_moved(replaced, logits(pruned, x))
     pruned.load_state_dict({**pruned.state_dict(), **doubled})
-    assert torch.equal(logits(pruned, x), replaced)
+    assert_same(logits(pruned, x), replaced)  # some versions of torch round products of parameters in another way
 
 
 # -------------------------------------------------------------------------------------------------------------- slicing
@@ -300,6 +300,11 @@ UNTRACEABLE = {"dynamic_size", "swin_dynamic"}  # timm's own models
 def test_torch_fx_traces_what_it_could_trace_before(variant: str) -> None:
     """torchvision's feature extractors and quantization in torch trace a model."""
     model, x = build(variant), images(variant)
+    try:
+        torch.fx.symbolic_trace(model)
+    except TypeError as error:
+        assert "'is_causal' must be bool, not Proxy" in str(error)
+        pytest.skip("this version of torch traces no attention of timm")
     sliced = sliced_plan(model, variant, {"qk", "v", "mlp", "sr"}, whole_heads=False)
     attentions = dict.fromkeys(s.attention for s in spaces_of(model).values() if s.attention)
     for plan in (sliced, replace(sliced, padded=tuple(attentions))):
