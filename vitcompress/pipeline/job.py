@@ -65,10 +65,28 @@ class RunOptions:
 def apply_options(recipe: Recipe, options: RunOptions, data: Splits | None = None) -> Recipe:
     """`recipe` with `options`, as the run folder records it.
 
-    data: images from Python; recorded by name and counts, so that a folder of other images is not continued. Raises
-    InputError if the weights must be trained and the recipe does not tell how, for a control without training, and if
-    no accuracy can be as expected.
+    data: images from Python. Raises InputError if the weights must be trained and the recipe does not tell how, for a
+    control without training, and if no accuracy can be as expected.
     """
+    _check_options(recipe, options)
+    weights, class_names = options.weights or recipe.model.weights, options.classes or recipe.model.class_names
+    if weights == "train" and options.structure_only and not options.weights:
+        weights = "random"
+    teacher, teacher_weights = recipe.finetune.teacher, recipe.finetune.teacher_weights
+    if teacher and ("/" in teacher or user_path(teacher).is_dir()):  # no name of timm
+        teacher = _absolute(teacher)
+    return replace(
+        recipe,
+        data=_data_table(recipe, options, data),
+        model=replace(recipe.model, weights=_absolute(weights), class_names=_absolute(class_names)),
+        dense=recipe.dense if weights == "train" else None,
+        finetune=replace(recipe.finetune, teacher=teacher, teacher_weights=_absolute(teacher_weights)),
+        export=replace(recipe.export, formats=options.export) if options.export else recipe.export,
+        run=replace(recipe.run, device=options.device) if options.device else recipe.run,
+    )
+
+
+def _check_options(recipe: Recipe, options: RunOptions) -> None:
     if options.control and options.structure_only:
         raise InputError("--control trains a model, --structure-only trains nothing", hint="leave one of them out")
     if options.expect is not None and not 1 <= options.expect <= 100:
@@ -77,13 +95,14 @@ def apply_options(recipe: Recipe, options: RunOptions, data: Splits | None = Non
     if options.weights == "train" and recipe.dense is None:
         message = "--weights train needs a [dense] table with training options, and the recipe has none"
         raise InputError(message, hint="use a checkpoint, hub or random")
-    weights = options.weights or ("random" if options.structure_only and recipe.model.weights == "train" else None)
-    model, table = recipe.model, replace(recipe.data, **options.preprocessing.changes())
-    names = _absolute(options.classes or model.class_names)
-    model = replace(model, weights=_absolute(weights or model.weights), class_names=names)
-    finetune = replace(recipe.finetune, teacher_weights=_absolute(recipe.finetune.teacher_weights))
-    if "/" in (teacher := finetune.teacher or "dense") or user_path(teacher).is_dir():  # no name of timm
-        finetune = replace(finetune, teacher=_absolute(finetune.teacher))
+
+
+def _data_table(recipe: Recipe, options: RunOptions, data: Splits | None) -> DataOptions:
+    """The table [data] of the images that the run uses.
+
+    Images from Python are recorded by name and counts, so that a folder of other images is not continued.
+    """
+    table = recipe.data
     if data is not None:
         counts = "/".join(str(len(part)) for part in (data.train, data.heldout, data.test))
         table = replace(DataOptions(f"python:{data.name} ({counts} images)"), **table.changes())
@@ -91,15 +110,7 @@ def apply_options(recipe: Recipe, options: RunOptions, data: Splits | None = Non
         table = replace(table, path=options.data, source="imagefolder" if table.source in BUILT_IN else table.source)
     if table.path is not None:
         table = replace(table, path=str(user_path(table.path).resolve()))
-    return replace(
-        recipe,
-        data=table,
-        model=model,
-        dense=recipe.dense if model.weights == "train" else None,
-        finetune=finetune,
-        export=replace(recipe.export, formats=options.export) if options.export else recipe.export,
-        run=replace(recipe.run, device=options.device) if options.device else recipe.run,
-    )
+    return replace(table, **options.preprocessing.changes())
 
 
 def _absolute(path: str | Path | None) -> Any:
