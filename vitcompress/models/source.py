@@ -113,27 +113,32 @@ def resolve_model(
     if not own.keys() & {"img_size", "window_size"}:
         hub = create_blank(arch, {}).state_dict() if str(weights) == "hub" else {}
         _check_positions(shapes_of(file.tensors or hub), shapes_of(blank.state_dict()), weights)
+    values, value_sources = _preprocessing(arch, blank, file, overlay, preprocessing or {})
     config, count = create.input_config(blank), int(getattr(blank, "num_classes", 0))
-    default = {name: _plain(getattr(config, name)) for name in NAMES}
-    changes = {source: table.changes_for(config.size[0], arch) for source, table in (preprocessing or {}).items()}
-    # A training script that names another model uses the defaults of that model.
-    trained = str(file.stated.get("model", arch))
-    differs = trained.split(".")[0] != arch.split(".")[0] and timm.is_model(trained)
-    other = timm.get_pretrained_cfg(trained) if differs else None
-    stated = {**(other.to_dict() if other else {}), **file.stated}
-    layers = {DEFAULT: default, file.stated_in: stated, RECIPE: overlay, **changes}
-    values, origins = _merge({s: {name: _plain(t[name]) for name in NAMES if name in t} for s, t in layers.items()})
-    overlay |= {name: value for name, value in values.items() if value != default[name]}
+    overlay |= {name: value for name, value in values.items() if value != _plain(getattr(config, name))}
     if class_names and len(class_names) != count:
         raise InputError(f"{len(class_names)} class names, but the model has {count} classes", hint=CLASSES_HINT)
     names = tuple(class_names) or (file.class_names if len(file.class_names) == count else ())
-    sources |= {"model": FROM_RECIPE, **origins}
+    sources |= {"model": FROM_RECIPE, **value_sources}
     settings = tuple(
         Setting(name, value, sources.get(name, DEFAULT).replace(DEFAULT, f"{DEFAULT} for {arch}"))
         for name, value in {"model": arch, **_facts(blank), **values}.items()
     )
     complete = create.with_class_names({**chosen, create.OVERLAY: overlay}, names or overlay.get(create.LABELS, ()))
     return ResolvedModel(arch, complete, file.weights or str(weights), settings, names, file.part)
+
+
+def _preprocessing(
+    arch: str, blank: nn.Module, file: WeightFile, overlay: Arguments, preprocessing: Mapping[str, Preprocessing]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The preprocessing of `blank`, and the source of each value. Those of `preprocessing` count most."""
+    config, stated = create.input_config(blank), file.stated
+    trained = str(stated.get("model", arch))
+    if trained.split(".")[0] != arch.split(".")[0] and (other := timm.get_pretrained_cfg(trained)):
+        stated = {**other.to_dict(), **stated}  # a training script that names another model uses its defaults
+    tables: dict[str, Mapping[str, Any]] = {DEFAULT: vars(config), file.stated_in: stated, RECIPE: overlay}
+    tables |= {source: table.changes_for(config.size[0], arch) for source, table in preprocessing.items()}
+    return _merge({s: {name: _plain(t[name]) for name in NAMES if name in t} for s, t in tables.items()})
 
 
 def _create(arch: str, args: Arguments, overlay: Arguments, sources: Mapping[str, str]) -> nn.Module:
