@@ -32,30 +32,17 @@ def rounded_logits(path: Path, images: Tensor) -> Tensor:
 
     Raises ArtifactError if ONNX Runtime cannot run the file.
     """
-    call = open_changed(path, spell_out_casts)
+    call = open_changed(path, spell_out_casts(file.read_onnx(path)))
     return torch.cat([call(chunk)[0] for chunk in torch.split(images, CHUNK)])
 
 
-def open_changed(
-    path: Path, change: Callable[[Any], Any], *, optimize: bool = False
-) -> Callable[[Tensor], list[Tensor]]:
-    """The file `path`, after `change` of its protobuf, as a function from normalized images to all outputs."""
-    model = file.read_onnx(path)
+def open_changed(path: Path, model: Any, *, optimize: bool = False) -> Callable[[Tensor], list[Tensor]]:
+    """`model`, the protobuf of `path` with changes, as a function from normalized images to all its outputs.
+
+    Its weights may be in files beside `path`. optimize: with all optimizations.
+    """
     config = read_input(str(path), decode_json_values(file.metadata(model)))
     uint8 = model.graph.input[0].type.tensor_type.elem_type == TensorProto.UINT8
-    session = open_session(path, change(model), optimize=optimize)
-    name = session.get_inputs()[0].name
-
-    def call(images: Tensor) -> list[Tensor]:
-        data = {name: prepare_input(images, config, uint8=uint8)}
-        with run_errors(str(path)):
-            return [*map(torch.from_numpy, session.run(None, data))]
-
-    return call
-
-
-def open_session(path: Path, model: Any, *, optimize: bool) -> Any:
-    """A session of `model`, whose weights may be in files beside `path`. optimize: with all optimizations."""
     ort = load_onnxruntime()
     options = ort.SessionOptions()
     options.log_severity_level = 4
@@ -64,7 +51,15 @@ def open_session(path: Path, model: Any, *, optimize: bool) -> Any:
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.resolve().parent))
     with run_errors(str(path)):
-        return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    name = session.get_inputs()[0].name
+
+    def call(images: Tensor) -> list[Tensor]:
+        data = {name: prepare_input(images, config, uint8=uint8)}
+        with run_errors(str(path)):
+            return [*map(torch.from_numpy, session.run(None, data))]
+
+    return call
 
 
 def spell_out_casts(model: Any) -> Any:

@@ -6,16 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from onnx import TensorProto, helper
+from onnx import helper
 from torch import Tensor
 
 from vitcompress.errors import InputError, PrecisionError
 from vitcompress.exporters.onnx import file
-from vitcompress.exporters.onnx.rounded import open_session
+from vitcompress.exporters.onnx.rounded import open_changed
 from vitcompress.exporters.options import Calibration, EightBits
 from vitcompress.exporters.quantize.emulate import round_values
 from vitcompress.exporters.quantize.graph import LARGEST, find_products
-from vitcompress.exporters.runner import prepare_input
 from vitcompress.exporters.sidecar import read_input
 from vitcompress.io.files import decode_json_values
 from vitcompress.io.text import format_shape
@@ -42,32 +41,33 @@ def calibrate(source: Path, images: Tensor, precision: EightBits, method: Calibr
         raise InputError(f"calibration needs images of {size}, got {format_shape(images.shape)}", hint=hint)
     if (images.flatten(2).amax(2) == images.flatten(2).amin(2)).all():
         raise InputError("every calibration image has a single color", hint=hint)
-    keys = {key: tensor for _, inputs in find_products(model, precision) for key, tensor in inputs.items()}
-    names = sorted(set(keys.values()))
+    tensors = {key: tensor for _, inputs in find_products(model, precision) for key, tensor in inputs.items()}
+    names = sorted(set(tensors.values()))
     model.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names)
-    uint8 = model.graph.input[0].type.tensor_type.elem_type == TensorProto.UINT8
-    largest, limits = dict.fromkeys(names, 0.0), dict[str, float]()
+    call = open_changed(source, model, optimize=True)
+    largest = dict.fromkeys(names, 0.0)
     kind = "percentile" if method == "percentile" else "entropy"
     collector = HistogramCollector(kind, False, BINS, QUANTIZED_BINS, PERCENTILE, None)
-    session = open_session(source, model, optimize=True)
     with contextlib.redirect_stdout(io.StringIO()):
         for chunk in torch.split(images, CHUNK):
-            data = {session.get_inputs()[0].name: prepare_input(chunk, config, uint8=uint8)}
-            values = dict(zip(names, session.run(names, data), strict=True))
+            _, *inputs = call(chunk)  # after the logits
+            values = dict(zip(names, (tensor.numpy() for tensor in inputs), strict=True))
             for name, array in values.items():
                 largest[name] = float(np.maximum(largest[name], np.abs(array).max()))
                 if not np.isfinite(largest[name]):
-                    key = next(key for key, tensor in keys.items() if tensor == name)
+                    key = next(key for key, tensor in tensors.items() if tensor == name)
                     message = f"the input of {key} is {largest[name]} on the calibration images"
                     raise PrecisionError(message, hint="use --precision fp32")
             if method != "minmax":
                 collector.collect(values)
-        if method == "mse":
-            limits = {n: _least_error(bins[0], bins[1], precision) for n, bins in collector.histogram_dict.items()}
-        elif method != "minmax":
+        if method == "minmax":
+            ranges = largest
+        elif method == "mse":
+            ranges = {n: _least_error(bins[0], bins[1], precision) for n, bins in collector.histogram_dict.items()}
+        else:
             ends = collector.compute_collection_result()
-            limits = {name: float(np.abs(ends[name][:2]).max()) for name in names}
-    return {key: min(limits.get(name, np.inf), largest[name]) for key, name in keys.items()}
+            ranges = {name: float(np.abs(ends[name][:2]).max()) for name in names}
+    return {key: min(ranges[name], largest[name]) for key, name in tensors.items()}
 
 
 def _least_error(counts: np.ndarray, edges: np.ndarray, precision: EightBits) -> float:
