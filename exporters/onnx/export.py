@@ -131,27 +131,33 @@ def prepare_quantized(
     if "calibrate" not in about:
         message = f"{options.precision} needs images of the training data to calibrate on"
         raise InputError(message, hint="export a run folder whose recipe has data, or give images")
-    islands, ends = expand_layers(model, options.islands), (*classifier_layers(model), family_of(model).stem)
+    islands = expand_layers(model, options.islands)
+    classifier, stem = tuple(classifier_layers(model)), family_of(model).stem
     factors = {name: tuple(exponents) for name, exponents in about.get("factors", {}).items()}
-    rescaled, plain_options = rescale(model, factors), options.only({"opset", "uint8"})
     if factors:  # the traces are those of the model as it is
         about["traces"] = about.get("traces", {}).setdefault("rescaled", {})
-    plain = source = export(rescaled, path, options=plain_options, lean=lean, reason=reason, **about)
-    if not lean:  # ranges are those of the tokens that are read, in every form
-        source = export(rescaled, path.with_name("lean.onnx"), options=plain_options, reason=reason, **about)
-    ranges = about["calibrate"](source.path)
+    write = partial(export, rescale(model, factors), options=options.only({"opset", "uint8"}), reason=reason, **about)
+    plain = write(path, lean=lean)
+    # Ranges are those of the tokens that are read, in every form.
+    measured = about["calibrate"](plain.path if lean else write(path.with_name("lean.onnx")).path)
     for island in options.islands:
-        if not any(is_within(key, expand_layers(model, (island,))) for key in (*ranges, *ends)):
+        if not any(is_within(key, expand_layers(model, (island,))) for key in (*measured, *classifier, stem)):
             hint = "omit it, or name linear layers"
             raise InputError(f"the island {island} has no effect in {options.precision}", hint=hint)
-    kept, half = [*islands, *ends], tuple[str, ...]()
+    fp32_layers = [*islands, *classifier, stem]
+    half: tuple[str, ...] = ()
     if options.precision == "int8" and form != "float_bias":
-        stored = ends[:-1] if options.uint8 else ends  # another patch embedding takes bytes
+        stored = classifier if options.uint8 else (*classifier, stem)  # another patch embedding takes bytes
         half = ("pos_embed", *(f"{layer}{WEIGHT}" for layer in stored if layer not in islands))
-    ranges = {key: size for key, size in ranges.items() if not is_within(key, kept)}
-    bits = options.weight_bits or (8 if form == "float_bias" else 7)
-    settings = Quantization(options.eight_bits or "int8", ranges, form, bits, factors, half)
-    changes = {"precision": options.precision, "islands": kept, "quantization": asdict(settings)}
+    settings = Quantization(
+        options.eight_bits or "int8",
+        {key: size for key, size in measured.items() if not is_within(key, fp32_layers)},
+        form,
+        options.weight_bits or (8 if form == "float_bias" else 7),
+        factors,
+        half,
+    )
+    changes = {"precision": options.precision, "islands": fp32_layers, "quantization": asdict(settings)}
     metadata = {**plain.metadata, **{key: json.dumps(value) for key, value in changes.items()}}
     return replace(plain, metadata=metadata), settings
 
