@@ -207,16 +207,16 @@ def _recorded(record: Path, call: Mapping[str, object], model: nn.Module, what: 
     Raises InputError if it has another call, or if `model` has other weights than these. A training that was stopped
     continues with any weights of this structure, such as a head that is initialized again: its state replaces them.
     """
-    weights = model_digest(model)
-    new = json.loads(json.dumps({**call, "weights": [weights]}))
-    kept = read_json(record) if record.is_file() else new
-    replaced = what == "training" and len(kept["weights"]) == 1
-    if {**kept, "weights": [weights]} != new or not (replaced or weights in kept["weights"]):
+    weights, call = model_digest(model), json.loads(json.dumps(call))  # as JSON stores it
+    content: dict[str, Any] = read_json(record) if record.is_file() else {**call, "weights": [weights]}
+    before, *after = content.pop("weights")
+    stopped = what == "training" and not after
+    if content != call or not (stopped or weights in (before, *after)):
         message = f"{record.parent} contains a {what} of another model or call"
         raise InputError(message, hint="use another folder, or the model as it was before this call or after it")
-    write_json(record, kept)
+    write_json(record, {**call, "weights": [before, *after]})
     yield
-    write_json(record, {**kept, "weights": [kept["weights"][0], model_digest(model)]})
+    write_json(record, {**call, "weights": [before, model_digest(model)]})
 
 
 def fold(model: nn.Module) -> nn.Module:
@@ -332,7 +332,8 @@ def evaluate(
         runner = stack.enter_context(closing(_open(model, options)))
         source = open_source(data, runtime, model, once=True)
         if isinstance(source, BatchLoader):
-            source.reject(*["batch_size"] * (batch_size != 256), *["workers"] * bool(workers))
+            changed = {"batch_size": batch_size != 256, "workers": workers != 0}
+            source.reject(*(name for name, is_changed in changed.items() if is_changed))
             return evaluate_loader(runner, source, runtime)
         if runner.input is None:
             raise InputError(f"{model} does not state its preprocessing", hint="pass batches of normalized images")
