@@ -256,24 +256,37 @@ def create_job(recipe: Recipe, options: RunOptions, runtime: Runtime, progress: 
 def _resolve(recipe: Recipe, options: RunOptions, data: Splits | None) -> tuple[ResolvedModel, WeightsError | None]:
     """The dense model with its weights, or without them and why: a run that has its dense model needs no weights."""
     table = recipe.model
-    # Arguments or weights of the model may set its classes: then those of data that is not open do not count.
-    open_classes = table.weights == "random" and "num_classes" not in table.args and not table.classes
-    known = class_count(recipe.data) if data is None and (recipe.data.path or open_classes) else None
-    classes = known or table.classes if data is None else len(data.classes)
-    if table.classes not in (None, classes):
-        raise InputError(f"model.classes is {table.classes}, the data has {classes}", hint="leave model.classes out")
-    names = load_class_names(Path(table.class_names)) if table.class_names else ()
-    preprocessing = {FROM_RECIPE: recipe.data, USER: options.preprocessing}
-    user: Any = {"preprocessing": preprocessing, "classes": classes, "class_names": names}
+    user: Any = {
+        "classes": _count_classes(recipe, data),
+        "class_names": load_class_names(Path(table.class_names)) if table.class_names else (),
+        "preprocessing": {FROM_RECIPE: recipe.data, USER: options.preprocessing},
+    }
     try:
         resolved = resolve_model(table.name, table.args, table.weights, **user)
     except WeightsError as problem:
         dense = RunFolder(dense_folder(recipe, options.folder(recipe))).plan
         plan = read_plan(dense) if dense.is_file() and not options.fresh else Plan(table.name, table.args)
         return resolve_model(plan.arch, plan.arch_args, **user), problem
-    if data is not None and {*data.classes} == {*resolved.class_names} and data.classes != resolved.class_names:
-        first = next(pair for pair in zip(data.classes, resolved.class_names, strict=True) if pair[0] != pair[1])
-        message = "the data has {!r} where the classifier has {!r}".format(*first)
-        message = f"{message}: the same classes in another order"
+    names = resolved.class_names
+    if data is not None and set(data.classes) == set(names) and data.classes != names:
+        first, expected = next(pair for pair in zip(data.classes, names, strict=True) if pair[0] != pair[1])
+        message = f"the data has {first!r} where the classifier has {expected!r}: the same classes in another order"
         raise InputError(message, hint="name the folders in the classifier's order")
     return resolved, None
+
+
+def _count_classes(recipe: Recipe, data: Splits | None) -> int | None:
+    """The number of classes of the data or of the recipe, None if weights or arguments of the model set it.
+
+    Raises InputError if data and recipe differ.
+    """
+    table = recipe.model
+    if data is not None:
+        classes: int | None = len(data.classes)
+    elif recipe.data.path or (table.weights == "random" and "num_classes" not in table.args and not table.classes):
+        classes = class_count(recipe.data) or table.classes
+    else:  # the data is not open, and is not counted
+        classes = table.classes
+    if table.classes not in (None, classes):
+        raise InputError(f"model.classes is {table.classes}, the data has {classes}", hint="leave model.classes out")
+    return classes
