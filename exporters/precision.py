@@ -56,20 +56,15 @@ def expand_layers(model: nn.Module, islands: Iterable[str]) -> tuple[str, ...]:
 
     Layers inside another one are omitted. Raises InputError for an fp32 layer that the model does not have.
     """
-    kinds = _layers_by_kind(model)
-    cores = set(kinds["softmax"])
-    modules = dict(model.named_modules())
+    kinds, modules = _layers_by_kind(model), dict(model.named_modules())
+    names = [*kinds, *modules, *kinds["softmax"]]
     layers: list[str] = []
     for island in islands:
-        if island in kinds:
-            layers += kinds[island]
-        elif island in cores or (island and island in modules):
-            layers.append(island)
-        else:
-            close = did_you_mean(island, [AUTO, *KINDS, *modules, *cores])
-            message = f"the model has no layer {island!r} to keep in fp32{close}"
+        if not island or island not in names:
+            message = f"the model has no layer {island!r} to keep in fp32{did_you_mean(island, [AUTO, *names])}"
             hint = f"use {', '.join((AUTO, *KINDS))}, a module (blocks.0.mlp), an attention (blocks.0.attn.softmax)"
             raise InputError(message, hint=hint)
+        layers += kinds.get(island, [island])
     order = {name: number for number, name in enumerate(modules)}
     outer = {name for name in layers if not is_within(name, set(layers) - {name})}
     return tuple(sorted(outer, key=lambda name: (order.get(name.removesuffix(SOFTMAX), 0), name)))
