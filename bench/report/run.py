@@ -36,7 +36,7 @@ def read_report(folder: str | Path) -> records.Report:
     if not path.is_file():
         hint = "give folders of finished runs; `vitcompress recipe` continues an unfinished one"
         raise ArtifactError(f"{folder} has no {path.name}", hint=hint)
-    report: records.Report = read_record(path, records.Report)
+    report: records.Report = check_record(path, read_json(path), records.Report)
     check_record(path, report.get("accuracy"), ACCURACIES | None)
     return report
 
@@ -51,11 +51,6 @@ def read_benchmarks(path: Path, kind: object = records.SpeedsRecord) -> list[rec
     hint = "give the output of `vitcompress bench --json`"
     entries = check_record(path, entries, list[kind], "contains no measurement", hint)  # type: ignore[valid-type]
     return entries
-
-
-def read_record(path: Path, kind: Any) -> Any:
-    """The content of a JSON file of the type `kind`. Raises ArtifactError if it has another one."""
-    return check_record(path, read_json(path), kind)
 
 
 _adapter = cache(TypeAdapter)  # building one takes longer than checking a record

@@ -19,7 +19,7 @@ from vitcompress.bench.report.records import ArtifactRecord, BenchRecord, BenchR
 from vitcompress.errors import VitcompressError, first_line
 from vitcompress.exporters.runtimes import exported_files
 from vitcompress.exporters.sidecar import DENSE, find_mismatches, usable_sidecar
-from vitcompress.io.files import file_sha256, lock_file, signed_files, write_json
+from vitcompress.io.files import file_sha256, lock_file, read_json, signed_files, write_json
 from vitcompress.io.manifest import check_unchanged, record_changes
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
@@ -105,7 +105,7 @@ def write_report(job: Job) -> None:
 
 def _read(path: Path, kind: Any = Any) -> Any:
     """The output of an earlier stage, of the type `kind`; None if it did not run."""
-    return reports.read_record(path, kind) if path.is_file() else None
+    return reports.check_record(path, read_json(path), kind) if path.is_file() else None
 
 
 def refresh_report(folder: Path, progress: Progress) -> Report:
