@@ -30,9 +30,11 @@ def manifest_checks(files: RunFolder, *, adopt: bool = False) -> Iterator[Check]
         yield Check(f"{MANIFEST}.{name}", "failed", detail=problem)
     if manifest and not changes:
         yield Check(MANIFEST, "passed", detail=f"{len(manifest['files'])} files have their recorded SHA-256")
-    elif not manifest and not adopt and ((isinstance(report, dict) and report.get(MANIFEST)) or _was_checked(files)):
+    if manifest or adopt:
+        return
+    if (isinstance(report, dict) and report.get(MANIFEST)) or _was_checked(files):
         yield Check(MANIFEST, "failed", detail=f"{files.manifest.name} is missing; {REMEDY}")
-    elif not manifest and not adopt and (report or not files.recipe.is_file()):
+    elif report or not files.recipe.is_file():
         detail = f"there is no {files.manifest.name}; `vitcompress verify {files.path} --adopt` writes one"
         yield Check(MANIFEST, "not_run", detail=detail)
 
