@@ -101,11 +101,13 @@ def _masks(model: nn.Module, delta: Plan) -> dict[str, Tensor]:
 
 def _with_new_heads(model: nn.Module, delta: Plan, attentions: list[str]) -> tuple[nn.Module, Plan]:
     """`model` with the new heads of these attentions, and the rest of `delta`."""
-    own = {space.name for space in family_of(model).spaces(model) if space.attention in attentions}
-    kept = [{n: c for n, c in delta.kept.items() if (n in own) == inside} for inside in (True, False)]
-    heads = [{n: c for n, c in delta.heads.items() if (n in attentions) == inside} for inside in (True, False)]
-    first, rest = (delta.delta(kept=kept[0], heads=heads[0])), replace(delta, kept=kept[1], heads=heads[1])
-    return surgery.apply_to_copy(model, first), rest
+    spaces = {space.name for space in family_of(model).spaces(model) if space.attention in attentions}
+    kept = {name: channels for name, channels in delta.kept.items() if name in spaces}
+    heads = {name: count for name, count in delta.heads.items() if name in attentions}
+    other_kept = {name: channels for name, channels in delta.kept.items() if name not in kept}
+    other_heads = {name: count for name, count in delta.heads.items() if name not in heads}
+    regrouped = surgery.apply_to_copy(model, delta.delta(kept=kept, heads=heads))
+    return regrouped, replace(delta, kept=other_kept, heads=other_heads)
 
 
 def _regrouped(model: nn.Module, delta: Plan) -> list[str]:
