@@ -30,7 +30,7 @@ def build_deployed(
     Its inputs are normalized images, (batch, channels, height, width), or with `uint8` numbers from 0 to 255 of any
     type, (batch, height, width, channels).
     """
-    model = fix_size(model, input)
+    model = family_of(model).at_size(model, *input.size[1:])
     if not uint8:
         return convert_precision(model, precision, islands)
     scale = 256 if precision in HALF else 1
@@ -38,11 +38,6 @@ def build_deployed(
         model = fold_normalization(model, input, scale)
         return ByteInput(convert_precision(model, precision, islands), scale).eval()
     return ByteInput(convert_precision(model, precision, islands), 1, input).eval()
-
-
-def fix_size(model: nn.Module, input: InputConfig) -> nn.Module:
-    """`model`, with the same parameters, for images of the one size in `input`."""
-    return family_of(model).at_size(model, *input.size[1:])
 
 
 def can_fold_normalization(model: nn.Module) -> bool:
