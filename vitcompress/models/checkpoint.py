@@ -72,9 +72,9 @@ def save_model(model: nn.Module, folder: str | Path, classes: Sequence[str] | No
         raise ArtifactError(f"{folder} is not empty", hint="choose a new folder; this one may contain other exports")
     model = create.prepared(model)
     weights, count = model.state_dict(), getattr(model, "num_classes", None)
-    if classes is not None and len(classes) != count:
-        raise InputError(f"{len(classes)} class names, but the model has {count} classes")
     if classes is not None:
+        if len(classes) != count:
+            raise InputError(f"{len(classes)} class names, but the model has {count} classes")
         plan = replace(plan, arch_args=create.with_class_names(plan.arch_args, classes))
     if difference := create.find_difference(model, _rebuild(plan, weights)):
         message = f"this {plan.arch} is not the model of its plan: {difference} differs"
