@@ -14,7 +14,6 @@ from vitcompress.io.text import shorten_paths
 from vitcompress.methods.base import Chart, Line
 from vitcompress.methods.table import METHODS, find_method
 from vitcompress.models.checkpoint import read_plan
-from vitcompress.plan import Plan
 
 GRAY = "#f4f4f4"
 STATES = {"kept": "#4c78a8", "replaced": "#f2b45c", "removed": GRAY}
@@ -34,7 +33,12 @@ def draw(folders: Sequence[str | Path], into: str | Path) -> list[Path]:
     names = shorten_paths([str(folder.resolve()) for folder in distinct])
     # With as many parent folders as needed to distinguish them.
     runs = {"-".join(part.strip("/\\:") for part in Path(n).parts): f for n, f in zip(names, distinct, strict=True)}
-    plans = {name: _read_plan(folder) for name, folder in runs.items()}
+    plans = {}
+    for name, folder in runs.items():
+        path = RunFolder(folder).plan
+        if not path.is_file():
+            raise ArtifactError(f"{folder} has no {path.name}", hint="give the folder of a finished run")
+        plans[name] = read_plan(path)
     for name, folder in runs.items():
         figure = structure_figure(describe_structure(plans[name]), name)
         paths.append(save_figure(figure, Path(into) / f"{name}-structure.png"))
@@ -45,13 +49,6 @@ def draw(folders: Sequence[str | Path], into: str | Path) -> list[Path]:
                 figure = charts_figure(charts, f"{name}, {step.name} (faint: removed)")
                 paths.append(save_figure(figure, Path(into) / f"{name}-{step.name}.png"))
     return paths
-
-
-def _read_plan(folder: Path) -> Plan:
-    path = RunFolder(folder).plan
-    if not path.is_file():
-        raise ArtifactError(f"{folder} has no {path.name}", hint="give the folder of a finished run")
-    return read_plan(path)
 
 
 def structure_figure(structure: Structure, title: str) -> Any:
