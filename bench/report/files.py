@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from vitcompress.bench.report import records
 from vitcompress.exporters.sidecar import DENSE
@@ -24,25 +24,26 @@ def match_rows(entries: Iterable[records.BenchRecord], names: Mapping[str, Seque
 def _match_entry(
     entry: records.BenchRecord, rows: Sequence[records.BenchRow], names: Mapping[str, Sequence[str]]
 ) -> records.BenchRecord:
-    own = {row["artifact"]: _own_name(row["artifact"], names[row["sha256"] or ""]) for row in rows}
+    """`entry` with these `rows` alone, and with the ratios and texts that are about no others, under their new names.
+
+    Of several names of equal files, an artifact gets its own, else one that contains its last part.
+    """
+    renamed = dict[str, str]()
+    for row in rows:
+        artifact, equal = row["artifact"], names[row["sha256"] or ""]
+        renamed[artifact] = min(equal, key=lambda name: (name != artifact, Path(artifact).name not in Path(name).parts))
     artifacts = sorted({row["artifact"] for row in entry["rows"]}, key=len, reverse=True)
     named_in = re.compile(rf"(?<![\w./-])({'|'.join(map(re.escape, artifacts))})(?!\.?[\w/-])")
-    texts = dict[str, list[str]]()
+    result: dict[str, Any] = {key: value for key, value in entry.items() if key != "ratio"}
     for key in ("warnings", "notes", "disturbed"):
-        known = cast(Sequence[str], entry.get(key, ()))
-        about_own = (text for text in known if own.keys() >= set(named_in.findall(text)))
-        texts[key] = [named_in.sub(lambda name: own[name[1]], text) for text in about_own]
-    of_own = (ratio for ratio in entry.get("ratios", ()) if {ratio["a"], ratio["b"]} <= own.keys())
-    ratios = [{**ratio, "a": own[ratio["a"]], "b": own[ratio["b"]]} for ratio in of_own]
-    kept = {key: value for key, value in entry.items() if key != "ratio"}
-    only = {"ratio": ratios[0]} if len(ratios) == 1 else {}
-    named = [{**row, "artifact": own[row["artifact"]]} for row in rows]
-    return cast(records.BenchRecord, {**kept, **texts, "rows": named, "ratios": ratios, **only})
-
-
-def _own_name(artifact: str, names: Sequence[str]) -> str:
-    """The name of an artifact among the files of equal content: the same one, else one that contains its last part."""
-    return min(names, key=lambda name: (name != artifact, Path(artifact).name not in Path(name).parts))
+        texts = [text for text in result.get(key, ()) if renamed.keys() >= set(named_in.findall(text))]
+        result[key] = [named_in.sub(lambda match: renamed[match[1]], text) for text in texts]
+    result["rows"] = [{**row, "artifact": renamed[row["artifact"]]} for row in rows]
+    ratios = [ratio for ratio in entry.get("ratios", ()) if {ratio["a"], ratio["b"]} <= renamed.keys()]
+    result["ratios"] = [{**ratio, "a": renamed[ratio["a"]], "b": renamed[ratio["b"]]} for ratio in ratios]
+    if len(result["ratios"]) == 1:
+        result["ratio"] = result["ratios"][0]
+    return cast(records.BenchRecord, result)
 
 
 def is_dense(artifact: str) -> bool:
