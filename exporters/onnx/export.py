@@ -149,14 +149,9 @@ def prepare_quantized(
     if options.precision == "int8" and form != "float_bias":
         stored = classifier if options.uint8 else (*classifier, stem)  # another patch embedding takes bytes
         half = ("pos_embed", *(f"{layer}{WEIGHT}" for layer in stored if layer not in islands))
-    settings = Quantization(
-        options.eight_bits or "int8",
-        {key: size for key, size in measured.items() if not is_within(key, fp32_layers)},
-        form,
-        options.weight_bits or (8 if form == "float_bias" else 7),
-        factors,
-        half,
-    )
+    ranges = {key: size for key, size in measured.items() if not is_within(key, fp32_layers)}
+    bits = options.weight_bits or (8 if form == "float_bias" else 7)
+    settings = Quantization(options.eight_bits or "int8", ranges, form, bits, factors, half)
     changes = {"precision": options.precision, "islands": fp32_layers, "quantization": asdict(settings)}
     metadata = {**plain.metadata, **{key: json.dumps(value) for key, value in changes.items()}}
     return replace(plain, metadata=metadata), settings
@@ -203,18 +198,19 @@ def _labels(model: nn.Module, options: ExportOptions, about: ModelInfo) -> dict[
 
 def _trace(model: nn.Module, options: ExportOptions, opset: int, about: ModelInfo) -> Any:
     """torch's ONNX program of the deployed `model`, with a dynamic batch. In fp32 it is kept in `about["traces"]`."""
-    kept, key = about.get("traces", {}) if options.precision == "fp32" else {}, (opset, options.uint8)
-    if key not in kept:
+    traces = about.get("traces", {}) if options.precision == "fp32" else {}
+    key = (opset, options.uint8)
+    if key not in traces:
         channels, height, width = about["input"].size
         module = build_deployed(model, about["input"], options.precision, options.islands, uint8=options.uint8)
         module.requires_grad_(False)  # otherwise a mask computed from parameters changes the layout of the outputs
         example = torch.zeros(TRACED_BATCH, channels, height, width)
         if options.uint8:
             example = torch.zeros(TRACED_BATCH, height, width, channels, dtype=torch.uint8)
-        kept[key] = _run_exporter(module, example, opset)
-        _remove_empty_pads(kept[key].model.graph)
-        _name_products(kept[key].model.graph, tensors_of(module))
-    return torch.onnx.ONNXProgram(kept[key].model.clone(), kept[key].exported_program)
+        program = traces[key] = _run_exporter(module, example, opset)
+        _remove_empty_pads(program.model.graph)
+        _name_products(program.model.graph, tensors_of(module))
+    return torch.onnx.ONNXProgram(traces[key].model.clone(), traces[key].exported_program)
 
 
 def _run_exporter(model: nn.Module, example: Tensor, opset: int) -> Any:
