@@ -54,15 +54,15 @@ def choose_fastest(
     write = partial(export_folder, folder, dense=dense, traces={})
     with TemporaryDirectory(prefix="vitcompress-") as temporary:
         for candidate in candidates:
-            own = options_for(options, candidate)
-            path = Path(temporary) / f"{candidate.format}{own.label}{find_exporter(candidate.format).file_suffix}"
+            used = options_for(options, candidate)
+            path = Path(temporary) / f"{candidate.format}{used.label}{find_exporter(candidate.format).file_suffix}"
             progress.stage(f"Export {path.name}")
             try:
-                exports.append((candidate, write(candidate.format, options=own, out=path)))
-                open_runner(path).close()
+                exported = write(candidate.format, options=used, out=path)
+                open_runner(path).close()  # not every machine runs what it can write
+                exports.append((candidate, exported))
             except (InputError, CheckFailedError) as error:
                 candidate.result, problem = error.message.replace(f"{path} ", ""), problem or error
-        exports = [pair for pair in exports if pair[0].result == Candidate.result]  # others do not run here
         if problem and not exports:
             raise problem
         progress.stage(f"Measure {len(exports)} files interleaved")
