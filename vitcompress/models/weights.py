@@ -263,8 +263,7 @@ def check_hub(arch: str, wanted: object, *, new_head: bool) -> None:
     cfg = timm.get_pretrained_cfg(arch)
     if cfg is not None and not cfg.has_weights:
         raise WeightsError(f"timm's hub has no weights of {arch}", hint=USE_FILE)
-    known = hub_classes(arch)
-    if known is not None and wanted not in (None, known) and not new_head:
+    if (known := hub_classes(arch)) is not None and wanted not in (None, known) and not new_head:
         raise _class_mismatch(f"timm's weights of {arch}", known, wanted)
 
 
