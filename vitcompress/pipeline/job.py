@@ -98,12 +98,9 @@ def _check_options(recipe: Recipe, options: RunOptions) -> None:
 
 
 def _data_table(recipe: Recipe, options: RunOptions, data: Splits | None) -> DataOptions:
-    """The table [data] of the images that the run uses.
-
-    Images from Python are recorded by name and counts, so that a folder of other images is not continued.
-    """
+    """The table [data] of the run."""
     table = recipe.data
-    if data is not None:
+    if data is not None:  # recorded by name and counts, so that a folder of other images is not continued
         counts = "/".join(str(len(part)) for part in (data.train, data.heldout, data.test))
         table = replace(DataOptions(f"python:{data.name} ({counts} images)"), **table.changes())
     elif options.data is not None:  # a folder of images, or the root of a data set of timm
@@ -276,10 +273,7 @@ def _resolve(recipe: Recipe, options: RunOptions, data: Splits | None) -> tuple[
 
 
 def _count_classes(recipe: Recipe, data: Splits | None) -> int | None:
-    """The number of classes of the data or of the recipe, None if weights or arguments of the model set it.
-
-    Raises InputError if data and recipe differ.
-    """
+    """The number of classes of the data or of the recipe; None: that of the model. Raises InputError if they differ."""
     table = recipe.model
     if data is not None:
         classes: int | None = len(data.classes)
