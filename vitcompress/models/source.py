@@ -189,13 +189,10 @@ def _arguments(
         message = f"{weights} contains {kind or 'an unknown architecture'}; the recipe's model is {arch}"
         raise WeightsError(message, hint=f"use --model {file.stated.get('model', similar or 'NAME')}, or other weights")
     contradicted = differing.keys() & own.keys()
-    wrong = [
-        f"{name} is {differing[name]} in {sources[name]}, {own[name]} in {RECIPE}"
-        for name in sorted(contradicted - {"img_size", "num_classes"})
-    ]
-    if wrong:
+    if wrong := sorted(contradicted - {"img_size", "num_classes"}):
+        texts = (f"{name} is {differing[name]} in {sources[name]}, {own[name]} in {RECIPE}" for name in wrong)
         hint = "leave it out of model.args, or use --model NAME, which starts without arguments"
-        raise WeightsError(f"{weights} contradicts the recipe: {'; '.join(wrong)}", hint=hint)
+        raise WeightsError(f"{weights} contradicts the recipe: {'; '.join(texts)}", hint=hint)
     sources |= dict.fromkeys(contradicted, RECIPE)
     if differing.get("no_embed_class") and sources["no_embed_class"] == WEIGHTS and "img_size" not in own:
         sources |= dict.fromkeys(("no_embed_class", "img_size"), SQUARE)  # the positions of others may be as many
