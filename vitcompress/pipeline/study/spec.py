@@ -181,7 +181,6 @@ def _select(rows: Sequence[RowTable], names: Sequence[str]) -> list[RowTable]:
     """The rows with these `names` in the study's order; all if empty."""
     known = [row.name for row in rows]
     if unknown := [name for name in names if name not in known]:
-        name = unknown[0]
-        message = f"the study has no row {name!r}{did_you_mean(name, known)}"
+        message = f"the study has no row {unknown[0]!r}{did_you_mean(unknown[0], known)}"
         raise InputError(message, hint=f"its rows: {', '.join(known)}")
     return [row for row in rows if not names or row.name in names]
