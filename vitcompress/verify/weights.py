@@ -115,11 +115,10 @@ def exported_module(model: nn.Module, metadata: Mapping[str, str]) -> nn.Module:
     if precision not in ("fp32", *HALF) or not isinstance(layers, list):
         hint = "export it again: `vitcompress export DIR`"
         raise ArtifactError("the metadata of the file were not written by vitcompress", hint=hint)
-    config = input_config(model)
     if precision == "fp32" and not uint8 and next(model.parameters()).dtype == torch.float32:
-        return family_of(model).at_size(model, *config.size[1:])  # without a copy
+        return family_of(model).at_size(model, *input_config(model).size[1:])  # without a copy
     islands = tuple(layers) if precision in HALF else ()
-    return build_deployed(model, config, precision, islands, uint8=uint8)
+    return build_deployed(model, input_config(model), precision, islands, uint8=uint8)
 
 
 def _match(tensors: Mapping[str, Tensor], stored: Sequence[Stored]) -> tuple[dict[str, Stored], list[Stored]]:
