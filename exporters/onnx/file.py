@@ -58,7 +58,7 @@ def read_onnx(path: Path) -> Any:
                 raise ValueError(f"its input {value.name:.60} has a size {wrong[0]}, not in 0 to {LARGEST_SIZE}")
     except (DecodeError, ValueError, OSError) as error:
         raise ArtifactError(f"{path} is not an ONNX file: {error}", hint="copy or export it again") from None
-    for tensor in tensors(model):
+    for tensor in _find_messages(model, onnx.TensorProto):
         if tensor.data_type not in onnx.TensorProto.DataType.values():
             message = f"{path} stores the tensor {tensor.name:.60} in the type {tensor.data_type}, which is unknown"
             raise ArtifactError(message, hint="copy or export it again")
@@ -78,13 +78,8 @@ def _check_location(path: Path, tensor: Any) -> None:
         raise ArtifactError(f"{path} needs the file {place} beside it, which is missing", hint="copy both files")
 
 
-def tensors(model: Any) -> Iterator[Any]:
-    """Every tensor of a model, including those of nested graphs, functions and sparse tensors."""
-    return _find_messages(model, onnx.TensorProto)
-
-
 def _find_messages(message: Any, kind: type) -> Iterator[Any]:
-    """Every message of a `kind` inside a protobuf, at any depth."""
+    """Every message of a `kind` inside a protobuf, at any depth, as in nested graphs, functions and sparse tensors."""
     for field, value in message.ListFields():
         for part in () if field.message_type is None else (value,) if isinstance(value, Message) else value:
             if isinstance(part, kind):
@@ -108,11 +103,12 @@ def metadata(model: Any) -> dict[str, str]:
 def read_contents(path: Path) -> Contents:
     """The tensors of the ONNX file `path`. Raises ArtifactError like `read_onnx`, and for damaged tensors."""
     model = read_onnx(path)
-    stored, named = [], {tensor.name: tensor for tensor in model.graph.initializer}
+    tensors, stored = list(_find_messages(model, onnx.TensorProto)), []
+    named = {tensor.name: tensor for tensor in model.graph.initializer}
     nodes = [node for node in model.graph.node if node.input and _decodes(node, named)]
     scales = {name for node in nodes for name in node.input[1:]}
     quantized = {node.input[0]: partial(_dequantize, node, named, path.parent) for node in nodes}
-    for number, tensor in enumerate(tensors(model)):
+    for number, tensor in enumerate(tensors):
         place = number if location(tensor) is None else tuple(sorted(_external(tensor).items()))
         values, shape = lambda tensor=tensor: _read_array(tensor, path.parent).tobytes(), tuple(tensor.dims)
         size = math.prod(shape) * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
@@ -120,7 +116,7 @@ def read_contents(path: Path) -> Contents:
         stored.append(Stored(tensor.name, shape, size, place, values, index, quantized.get(tensor.name)))
     attributes = _find_messages(model, onnx.AttributeProto)
     lists = (a.name for a in attributes if max(len(a.floats), len(a.ints), len(a.s)) > LONGEST_LIST)
-    names = {name for tensor in tensors(model) if (name := location(tensor))}
+    names = {name for tensor in tensors if (name := location(tensor))}
     data = sum((path.parent / name).stat().st_size for name in names)
     return Contents(tuple(stored), path.stat().st_size + data, metadata(model), tuple(lists))
 
