@@ -253,11 +253,9 @@ def create_job(recipe: Recipe, options: RunOptions, runtime: Runtime, progress: 
 def _resolve(recipe: Recipe, options: RunOptions, data: Splits | None) -> tuple[ResolvedModel, WeightsError | None]:
     """The dense model with its weights, or without them and why: a run that has its dense model needs no weights."""
     table = recipe.model
-    user: Any = {
-        "classes": _count_classes(recipe, data),
-        "class_names": load_class_names(Path(table.class_names)) if table.class_names else (),
-        "preprocessing": {FROM_RECIPE: recipe.data, USER: options.preprocessing},
-    }
+    user: Any = {"classes": _count_classes(recipe, data)}
+    user["class_names"] = load_class_names(Path(table.class_names)) if table.class_names else ()
+    user["preprocessing"] = {FROM_RECIPE: recipe.data, USER: options.preprocessing}
     try:
         resolved = resolve_model(table.name, table.args, table.weights, **user)
     except WeightsError as problem:
