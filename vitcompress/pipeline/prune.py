@@ -144,14 +144,14 @@ def _measure_before(job: Job, dense: nn.Module, pruned: nn.Module) -> None:
 
 def _finetune(job: Job, dense: nn.Module, steps: Steps, pruned: nn.Module) -> nn.Module:
     """The model after `steps`, of which `pruned` is a copy, with the weights of the fine-tuning."""
-    step, controls = job.steps[-1], TrainingControls(teacher_for(job, dense))
-    about = (job.recipe.finetune, job.files.recovery_state, "recovery", job.files.recovery)
+    step, options, files = job.steps[-1], job.recipe.finetune, job.files
+    controls = TrainingControls(teacher_for(job, dense))
     if step.method.dilute is None:
-        train_model(job, pruned, *about, controls)
+        train_model(job, pruned, options, files.recovery_state, "recovery", files.recovery, controls)
         return pruned
     # The layers of the last step fade out; those of the steps before are removed from the start.
     gated = GatedModel(deepcopy(steps.model), job.family, steps.last, steps.means)
-    factor = step.method.dilute(step.options, job.recipe.finetune.epochs)
+    factor = step.method.dilute(step.options, options.epochs)
 
     def set_gates(epoch: int) -> None:
         """After an epoch, set all gates to the value of the next one."""
@@ -159,6 +159,7 @@ def _finetune(job: Job, dense: nn.Module, steps: Steps, pruned: nn.Module) -> nn
             gated.set_gate(site.name, factor(epoch + 1))
 
     set_gates(-1)
-    train_model(job, gated, *about, replace(controls, after_epoch=set_gates))
+    controls = replace(controls, after_epoch=set_gates)
+    train_model(job, gated, options, files.recovery_state, "recovery", files.recovery, controls)
     steps.model.load_state_dict(gated.model.state_dict())  # it is without the hooks of the gates
     return steps.pruned()
