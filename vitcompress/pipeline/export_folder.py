@@ -149,15 +149,15 @@ def verify_export(
     results, tensors = check_files(paths, original, "files checked", progress)
     checks = tuple(chain.from_iterable(results.values()))
     if inside:
-        own, weights = tuple[Check, ...](), dict[str, Any]()
+        added = Verification(checks)
         if not dense:  # the table of weights is that of the compressed model
             for file in exported_files(folder, "model"):
                 with suppress(InputError):  # a damaged file fails when the folder is verified
                     if file not in results and (contents := contents_of(file)):
                         tensors[file.name] = compare_contents(contents, original)
-            own, weights = (shape_check(original.rows, model),), weight_table(original.rows, model, tensors)
-        names = {check.name for check in (*checks, *own)}
-        added = Verification((*checks, *own), weights)
+            shapes = shape_check(original.rows, model)
+            added = Verification((*checks, shapes), weight_table(original.rows, model, tensors))
+        names = {check.name for check in added.checks}
         update_verification(folder, added, lambda name: name in names or any(is_about(file, name) for file in paths))
     verdict = file_status(path, checks)
     return ExportOutcome(quarantine(path) if verdict == "failed" else path, verdict, checks)
