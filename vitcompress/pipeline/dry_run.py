@@ -231,7 +231,7 @@ def compare_sizes(names: Iterable[str], progress: Progress = SILENT) -> list[Siz
             for figure, counted in pairs
             if figure is not None
         ]
-        about = (published.macs_linear, all(agree) if agree else None, published.deviation)
-        comparisons.append(SizeComparison(recipe.name, params, macs_g, *about))
+        met = all(agree) if agree else None
+        comparisons.append(SizeComparison(recipe.name, params, macs_g, published.macs_linear, met, published.deviation))
         progress.update("count", len(comparisons), len(recipes), recipe.name)
     return comparisons

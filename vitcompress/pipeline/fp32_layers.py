@@ -146,8 +146,8 @@ def search(
         rest = [name for name in expand_layers(model, passed) if name not in pinned]
         kept = minimize(rest, lambda part: trials.passes((*pinned, *part)))
         passed = shorten_layers(model, expand_layers(model, (*pinned, *kept)))
-    about = (evaluator.title, evaluator.proxy, len(original.images), original.real)
-    return LayerSearch(*about, tuple(trials.done.values()), passed, passed is not None and not trials.exhausted)
+    tries, smallest = tuple(trials.done.values()), passed is not None and not trials.exhausted
+    return LayerSearch(evaluator.title, evaluator.proxy, len(original.images), original.real, tries, passed, smallest)
 
 
 @torch.no_grad()
