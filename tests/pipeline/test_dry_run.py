@@ -104,6 +104,14 @@ def test_every_step_is_a_stage(name: str) -> None:
     assert [step for step in steps if step not in stages] == []
 
 
+def test_trainings_are_listed_in_their_order() -> None:
+    eight_bits = ["--set", "export.precision=int8", "--set", "quantize.epochs=2"]
+    stages = dry_run(0, "recipe", "digits_magnitude", "--control", *eight_bits)["stages"]
+    epochs = {row["stage"]: row["epochs"] for row in stages if row["epochs"] is not None or row["stage"] == "fold"}
+    after = ["fine-tune the pruned model", "fold", "train the folded model in int8", "train the control"]
+    assert list(epochs)[1:] == after and epochs["train the folded model in int8"] == 2
+
+
 def test_a_note_tells_that_a_latency_is_not_checked() -> None:
     (note,) = dry_run(0, "recipe", "digits_isomorphic", *LATENCY)["notes"]
     assert note.startswith("Step 1 prunes to 0.5 ms on onnxruntime, which a dry run does not check")

@@ -138,9 +138,12 @@ def list_work(job: Job) -> Iterator[Work]:
             yield Work(f"{name}: {part.title}", part.rounds, part.epochs, least)
     if trains:
         yield Work("fine-tune the pruned model", 1, recipe.finetune.epochs, images)
+    yield Work("fold")
+    if trains and recipe.quantize.epochs:
+        yield Work(f"train the folded model in {recipe.export.precision}", 1, recipe.quantize.epochs, images)
     if job.options.control:
         yield Work("train the control", 1, job.extra_epochs, images)
-    yield from map(Work, ("fold", *(f"export {name}" for name in recipe.export.formats), "verify"))
+    yield from map(Work, (*(f"export {name}" for name in recipe.export.formats), "verify"))
     if trains:
         yield Work("evaluate on the test images", images=test)
     protocol = timing.protocol(recipe.bench.protocol, **recipe.bench.changes)
