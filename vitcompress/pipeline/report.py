@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from vitcompress.bench.report.records import ArtifactRecord, BenchRecord, BenchR
 from vitcompress.errors import VitcompressError, first_line
 from vitcompress.exporters.runtimes import exported_files
 from vitcompress.exporters.sidecar import DENSE, find_mismatches, usable_sidecar
-from vitcompress.io.files import file_sha256, lock_file, read_json, signed_files, write_json
+from vitcompress.io.files import file_sha256, lock_file, read_json, signed_files, user_path, write_json
 from vitcompress.io.manifest import check_unchanged, record_changes
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
@@ -263,13 +263,14 @@ def record_accuracy(
     artifacts: Sequence[str], evaluation: Evaluation, options: EvaluateOptions, progress: Progress
 ) -> None:
     """Add the accuracies of exported files, on the test images of their own run, to its report."""
-    used = select_data(artifacts, options)
+    data = select_data(artifacts, options)
+    used = data.source, data.path and str(user_path(data.path).resolve()), data.test_split  # on which images depend
 
     def add(files: RunFolder) -> None:
         names, own = list_names(files.path, reports.read_report(files.path)), load_recipe_of_run(files.recipe).data
         accuracy = _read(files.accuracy, reports.ACCURACIES) or {}
         counts = {entry["total"] for entry in accuracy.values() if "total" in entry}  # images may have come or gone
-        same = counts <= {evaluation["images"]} and replace(own, workers=used.workers) == used
+        same = counts <= {evaluation["images"]} and used == (own.source, own.path, own.test_split)
         if not same or options.preprocessing != Preprocessing():
             progress.note(f"not in the report of {files.path}: other images or preprocessing than those of the run")
             return
