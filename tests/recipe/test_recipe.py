@@ -11,7 +11,7 @@ from vitcompress import recipes
 from vitcompress.errors import InputError, RecipeError
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.methods.table import METHODS
-from vitcompress.recipe.load import dense_key, load_recipe
+from vitcompress.recipe.load import build_recipe, dense_key, load_recipe
 from vitcompress.recipe.schema import Recipe
 
 SMALL = """
@@ -95,6 +95,15 @@ batch = 1
     assert "unknown key, did you mean mixup?" in lines["finetune.augmentation.mixp"]
     assert "unknown key, did you mean bench?" in lines["benc"]
     assert len(lines) == 8
+
+
+def test_the_hint_names_the_method_of_the_unknown_key(file: Path) -> None:
+    for number, method in enumerate(("isomorphic", "nose", "fold")):
+        steps = [{"method": name} for name in ("isomorphic", "nose", "fold")]
+        steps[number]["unknown"] = "1"
+        with pytest.raises(RecipeError) as caught:
+            build_recipe("mine", {"model": {"name": "vit_tiny_patch16_224"}, "step": steps})
+        assert f"keys {method} --all" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(

@@ -79,9 +79,8 @@ def options_of(kind: type[Any], values: Mapping[str, object], what: str) -> Any:
     plain = {name: asdict(v) if is_dataclass(v) and not isinstance(v, type) else v for name, v in values.items()}
     options = validate_options(kind, plain, "  ", problems)
     if options is None:
-        lines = "\n".join(problems)
-        hint = f"options: {', '.join(field.name for field in fields(kind))}"
-        raise InputError(f"the options of {what} are invalid:\n{lines}", hint=hint)
+        text = "\n".join([f"the options of {what} are invalid:", *problems])
+        raise InputError(text, hint=f"options: {', '.join(field.name for field in fields(kind))}")
     return options
 
 
@@ -100,10 +99,11 @@ def describe_errors(error: ValidationError, root: type[BaseModel], prefix: str) 
 
 def keys_hint(problems: Iterable[str], steps: Any) -> str | None:
     """The command that lists all keys, if a key is unknown. steps: of the recipe, not validated yet."""
-    if not any(UNKNOWN_KEY in problem for problem in problems):
-        return None
+    unknown = [problem for problem in problems if UNKNOWN_KEY in problem]
     named = [step.get("method") for step in steps if isinstance(step, dict)] if isinstance(steps, list) else []
-    return f"`vitcompress recipes keys {next(filter(None, named), 'NAME')} --all` lists all keys"
+    own = [name for n, name in enumerate(named) if any(text.startswith(f"step.{n}.") for text in unknown)]
+    method = next(filter(None, [*own, *named]), "NAME")
+    return f"`vitcompress recipes keys {method} --all` lists all keys" if unknown else None
 
 
 def _describe(item: Any, root: type[BaseModel]) -> str:
