@@ -147,3 +147,10 @@ def test_options_must_not_contradict_the_file(tmp_path: Path) -> None:
             evaluate(artifact, mean=(0.4,))
         with pytest.raises(ArtifactError, match="records interpolation"):
             evaluate(artifact, interpolation="hamming")
+
+
+@pytest.mark.parametrize(("channels", "allowed"), [(1, "give 1 value"), (3, "give 1 value or 3")])
+def test_the_number_of_values_per_channel(channels: int, allowed: str) -> None:
+    with pytest.raises(InputError) as caught:
+        Preprocessing(mean=(0.5, 0.5)).changes_for(channels, "the model")
+    assert caught.value.hint == allowed

@@ -44,7 +44,7 @@ class Preprocessing:
             if isinstance(numbers := values.get(name), tuple):
                 if len(numbers) not in (1, channels):
                     problem = f"{name} has {len(numbers)} values, the images of {images} have {channels} channels"
-                    raise InputError(problem, hint=f"give 1 value or {channels}")
+                    raise InputError(problem, hint="give 1 value" + f" or {channels}" * (channels > 1))
                 if not all(map(math.isfinite, numbers)) or (name == "std" and min(numbers) <= 0):
                     problem = f"{name} cannot be {describe_value(numbers)}"
                     raise InputError(problem, hint="give finite numbers, and a std above 0")

@@ -274,7 +274,7 @@ def runnable_files(job: Job, model: Model) -> dict[str, tuple[Path, str | None]]
                 open_runner(path, device=device).close()
                 runnable[name] = path, device
             except DeviceError as error:  # not every processor computes in the precision of every file
-                job.progress.note(f"{path.name} is not run here: {error.message.removeprefix(f'{path} ')}")
+                job.progress.note(f"not run here: {error.message}")
     return runnable
 
 
