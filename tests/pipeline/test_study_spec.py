@@ -49,8 +49,8 @@ def test_wrong_arguments_are_reported_and_nothing_is_written(
     monkeypatch.chdir(tmp_path)
     nearest = "digits, digits_int8"
     assert error_of("digit") == f"there is no study called 'digit', and no such file; nearest: {nearest}"
-    assert error_of(str(tiny), "--seeds", "0") == "seeds must be 1 or more, got 0"
-    assert error_of(str(tiny), "--jobs", "0") == "jobs must be 1 or more, got 0"
+    assert error_of(str(tiny), "--seeds", "0") == "Invalid value for '--seeds': 0 is not in the range 1<=x<=1000."
+    assert error_of(str(tiny), "--jobs", "0") == "Invalid value for '--jobs': 0 is not in the range 1<=x<=1000."
     assert error_of(str(tiny), "--rows", "contol") == "the study has no row 'contol', did you mean control?"
     assert error_of(str(tiny), "--rows", "zz1,yy2,xx3,ww4") == "the study has no row 'zz1'", "the first one"
     assert "speed.protocol" in error_of(str(tiny), "--set", "speed.protocol=often")

@@ -193,8 +193,8 @@ def schema() -> int:
 @click.argument("source", metavar="[show] NAME|FILE", shell_complete=opt.complete_names(shipped.study_names))
 @click.argument("shown", metavar="", required=False, shell_complete=opt.complete_names(shipped.study_names))
 @opt.option("--out -o", "Folder (default: runs/study-NAME).", opt.FOLDER)
-@opt.option("--seeds", "Number of seeds per row: 0, 1, ...", int, default=3, show_default=True)
-@opt.option("--jobs", "Number of runs at a time.", int, default=1, show_default=True)
+@opt.option("--seeds", "Number of seeds per row: 0, 1, ...", click.IntRange(1, 1000), default=3, show_default=True)
+@opt.option("--jobs", "Number of runs at a time.", click.IntRange(1, 1000), default=1, show_default=True)
 @opt.option("--rows", "Only these rows, as in hetdpt_5,random_5.", opt.parse_words, "NAMES")
 @opt.set_option
 @opt.option(

@@ -26,7 +26,6 @@ from vitcompress.training.data import check_named
 from vitcompress.training.distributed import cpu_threads
 from vitcompress.verify.files import rejected_exports
 
-MOST = 1000  # seeds, and runs at a time
 MARK = "of_study.json"  # tells which study a folder belongs to
 
 
@@ -51,9 +50,6 @@ class StudyOptions:
 
         With several jobs, the dense models of different seeds are trained at the same time.
         """
-        for name, value in (("seeds", self.seeds), ("jobs", self.jobs)):
-            if not 1 <= value <= MOST:
-                raise InputError(f"{name} must be 1 or more, got {value}", hint=f"use --{name} from 1 to {MOST}")
         rows = [replace(row, recipe=apply_options(row.recipe, RunOptions())) for row in study.rows]  # as runs record it
         pairs, folder = product(rows, range(self.seeds)), self.folder(study)
         recipes = ((row, seed, replace(row.recipe, run=replace(row.recipe.run, seed=seed))) for row, seed in pairs)
