@@ -14,7 +14,6 @@ from vitcompress.exporters.calls import BoundCall, QueuedCall, add_transfers, re
 from vitcompress.exporters.runner import Runner, RunnerOptions
 from vitcompress.io import hardware
 from vitcompress.models.create import check_images, input_config
-from vitcompress.training.distributed import check_device
 
 TIMM = "timm:"  # prefix of names of models that timm builds
 TORCH_TYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -42,7 +41,7 @@ class TorchRunner(Runner):
     ) -> None:
         super().__init__(name, options or RunnerOptions(), "torch")
         self._sha256 = sha256
-        self._device = check_device(self._options.device or "cpu", "none")
+        self._device = hardware.check_device(self._options.device or "cpu")
         self._precision = self._options.precision or "fp32"
         check_options(self._options, self._device, self._precision)
         self._threads = self._options.threads or torch.get_num_threads()

@@ -17,13 +17,12 @@ from vitcompress.exporters.runner import RunnerOptions
 from vitcompress.exporters.tensorrt.flavours import RTX, capability
 from vitcompress.exporters.torch_runner import TorchRunner
 from vitcompress.io import hardware
-from vitcompress.training import distributed
 
 OLD_DRIVER = "The NVIDIA driver on your system is too old (found version 12040). Please update your GPU driver"
 USERS: dict[str, Callable[[], object]] = {
     "torch": lambda: TorchRunner(torch.nn.Identity(), RunnerOptions("cuda"), name="model"),
     "ONNX Runtime": lambda: providers.choose_provider("cuda", None),
-    "training": lambda: distributed.check_device("cuda", "none"),
+    "training": lambda: hardware.check_device("cuda"),
 }
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

@@ -74,6 +74,29 @@ def parse_device(device: str, number: int = 0) -> tuple[str, int]:
     return kind, int(index or number)
 
 
+def check_device(name: str | torch.device, amp: str = "none", local_rank: int = 0) -> torch.device:
+    """The device `name`; `auto` is CUDA, else MPS, else CPU. amp: a precision that it must support.
+
+    local_rank: number of the CUDA device, if `name` states none. Raises DeviceError if this machine lacks it.
+    """
+    name = str(name).removesuffix(":0") if isinstance(name, torch.device) and name.type != "cuda" else str(name)
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    kind, number = parse_device(name, local_rank)
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise DeviceError("device 'mps' is requested, but this machine has no Apple GPU", hint="use --device cpu")
+    if kind != "cuda":
+        return torch.device(kind)
+    if number >= (count := count_gpus()):
+        devices = f"{count} CUDA device{'s' if count != 1 else ''}"
+        message = f"device 'cuda:{number}' is requested, but torch sees {devices}{cuda_reason()}"
+        raise DeviceError(message, hint="use --device cpu, or auto")
+    if amp == "bf16" and not is_ampere(number):
+        message = f"amp bf16 is requested, but {torch.cuda.get_device_name(number)} does not support it"
+        raise DeviceError(message, hint="use fp16")
+    return torch.device("cuda", number)
+
+
 def count_gpus() -> int:
     """Number of CUDA devices; 0 if CUDA does not start."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

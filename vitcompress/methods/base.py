@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from vitcompress.errors import ArtifactError, PlanError, VitcompressError
 from vitcompress.families import Family, family_of, prepare_model
 from vitcompress.io.files import file_sha256, find_changed_files, read_json, user_path, write_json
+from vitcompress.io.hardware import check_device
 from vitcompress.io.progress import SILENT, Progress
 from vitcompress.io.tensors import save_tensors
 from vitcompress.io.text import Table
@@ -23,7 +24,7 @@ from vitcompress.models.create import InputConfig, input_config, plan_of
 from vitcompress.plan import Plan
 from vitcompress.training.data import Splits, split_images
 from vitcompress.training.datasets import Images
-from vitcompress.training.distributed import Runtime, check_device
+from vitcompress.training.distributed import Runtime
 from vitcompress.training.loop import train
 from vitcompress.training.options import TrainOptions, TrainResult
 from vitcompress.training.trainer import TrainingContext, TrainingControls
@@ -322,7 +323,7 @@ def context_for(
         plan=plan or plan_of(model),
         data=Splits() if data is None else split_images(data, HELDOUT, seed, model),
         input=input_config(model),
-        runtime=Runtime(check_device(device, "none"), dtype=next(model.parameters()).dtype),
+        runtime=Runtime(check_device(device), dtype=next(model.parameters()).dtype),
         seed=seed,
         folder=user_path(folder or tempfile.mkdtemp(prefix="vitcompress-")),  # last: an error above leaves none
         **{"progress": SILENT, "train": TrainOptions(), **settings},

@@ -11,6 +11,7 @@ import torch
 from vitcompress import surgery
 from vitcompress.bench import timing
 from vitcompress.errors import InputError
+from vitcompress.io.hardware import check_device
 from vitcompress.io.progress import SILENT, Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.arguments import allowed_arguments
@@ -87,12 +88,12 @@ def dry_run_recipe(recipe: Recipe, options: RunOptions, *, check: bool = False) 
             unopened = [error.sentence(": ")]
     device = torch.device("cpu")
     with suppress(InputError):  # reported below
-        device = distributed.check_device(recipe.run.device, recipe.run.amp)
+        device = check_device(recipe.run.device, recipe.run.amp)
     job = create_job(recipe, options, distributed.Runtime(device), SILENT, data)
     checks: list[Callable[[], object]] = [
         partial(check_formats, recipe),
         partial(check_folder, folder, recipe, structure_only=options.structure_only, fresh=options.fresh),
-        partial(distributed.check_device, recipe.run.device, recipe.run.amp),
+        partial(check_device, recipe.run.device, recipe.run.amp),
     ]
     checks += [] if done else list_checks(job, dry=True, opened=not unopened)
     problems = _list_problems(checks)

@@ -18,7 +18,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vitcompress.errors import DeviceError, InputError, first_line
-from vitcompress.io import hardware
+from vitcompress.io.hardware import check_device
 
 Amp = Literal["none", "fp16", "bf16"]
 PATIENCE = timedelta(minutes=30)  # for other processes: one that is gone ends all of them
@@ -93,8 +93,8 @@ class Runtime:
 def start(device: str | torch.device = "auto", amp: Amp = "none", workers: int = 0) -> Runtime:
     """Create the runtime of this process; join the process group if `torchrun` started several.
 
-    device: "auto" (CUDA, else MPS, else CPU), "cpu", "cuda", "cuda:N" or "mps". Raises DeviceError if this machine
-    lacks the device or the precision, or if not all processes join.
+    device: of `check_device`. Raises DeviceError if this machine lacks the device or the precision, or if not all
+    processes join.
     """
     chosen = check_device(device, amp, int(os.environ.get("LOCAL_RANK", "0")))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -123,25 +123,3 @@ def cpu_threads(count: int | None) -> Iterator[None]:
 def derived_seed(*parts: object) -> int:
     """A 32-bit seed derived from `parts` alone."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big")
-
-
-def check_device(name: str | torch.device, amp: str, local_rank: int = 0) -> torch.device:
-    """The device `name` of `start`; for several processes, that of `local_rank`. Raises DeviceError as `start`."""
-    if amp not in ("none", *_AMP_TYPES):
-        raise DeviceError(f"amp {amp!r} is not known", hint="use none, fp16 or bf16")
-    name = str(name).removesuffix(":0") if isinstance(name, torch.device) and name.type != "cuda" else str(name)
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    kind, number = hardware.parse_device(name, local_rank)
-    if kind == "mps" and not torch.backends.mps.is_available():
-        raise DeviceError("device 'mps' is requested, but this machine has no Apple GPU", hint="use --device cpu")
-    if kind != "cuda":
-        return torch.device(kind)
-    if number >= (count := hardware.count_gpus()):
-        devices = f"{count} CUDA device{'s' if count != 1 else ''}"
-        message = f"device 'cuda:{number}' is requested, but torch sees {devices}{hardware.cuda_reason()}"
-        raise DeviceError(message, hint="use --device cpu, or auto")
-    if amp == "bf16" and not hardware.is_ampere(number):
-        message = f"amp bf16 is requested, but {torch.cuda.get_device_name(number)} does not support it"
-        raise DeviceError(message, hint="use fp16")
-    return torch.device("cuda", number)
