@@ -1,13 +1,14 @@
 """Benchmark artifacts against each other: open, measure interleaved, and report everything that affects the numbers."""
 
-import math
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import cast
+from typing import Annotated, cast
+
+from annotated_types import Gt, MinLen
 
 from vitcompress.bench import environment, machine, timing
 from vitcompress.bench.artifacts import open_artifacts, synthetic_images
@@ -15,9 +16,12 @@ from vitcompress.bench.environment import Monitor
 from vitcompress.bench.report import records
 from vitcompress.bench.report.run import bench_table
 from vitcompress.errors import InputError, VitcompressError, first_line
+from vitcompress.exporters.options import Positive
 from vitcompress.exporters.runtimes import Runner, RunnerOptions
 from vitcompress.io.progress import SILENT, Progress
 from vitcompress.io.text import describe_ratio, shorten_names
+from vitcompress.recipe.schema import ProtocolTable
+from vitcompress.training.options import Seed
 
 FORMAT = 1
 MEMORY_RUNS = 2  # the first run may reserve more than is kept
@@ -25,7 +29,7 @@ NO_INTERVAL = "the speed-up has no interval: at least 6 rounds are needed, as wi
 
 
 @dataclass(frozen=True)
-class BenchOptions:
+class BenchOptions(ProtocolTable):
     """What to measure. batch, warmup, runs: None takes the value of the protocol; several batches are a sweep.
 
     fail_under: every other artifact must be at least this many times as fast as the first one, by the lower end of the
@@ -33,21 +37,18 @@ class BenchOptions:
     also measure the peak memory of each artifact on the CPU, in a process of its own.
     """
 
-    protocol: str = "robust"
-    batch: int | tuple[int, ...] | None = None
-    warmup: int | None = None
-    runs: int | None = None
+    batch: Positive | Annotated[tuple[Positive, ...], MinLen(1)] | None = None  # type: ignore[assignment]
     runner: RunnerOptions = field(default_factory=RunnerOptions)
-    fail_under: float | None = None
-    seed: int = 0
+    fail_under: Annotated[float, Gt(0)] | None = None
+    seed: Seed = 0
     variants: str | None = None
     memory: bool = False
 
     def protocols(self) -> list[timing.Protocol]:
-        """One protocol per batch size. Raises InputError for invalid values."""
-        batches = self.batch if isinstance(self.batch, tuple) and self.batch else (self.batch,)
+        """One protocol per batch size."""
+        batches = self.batch if isinstance(self.batch, tuple) else (self.batch,)
         same = {"warmup": self.warmup, "runs": self.runs}
-        return [timing.protocol(self.protocol, batch=batch, **same) for batch in batches]  # type: ignore[arg-type]
+        return [timing.protocol(self.protocol, batch=batch, **same) for batch in batches]
 
 
 @dataclass(frozen=True)
@@ -93,12 +94,7 @@ def run(artifacts: Sequence[str | Path], options: BenchOptions, progress: Progre
 
     Raises InputError for invalid options, ArtifactError or DeviceError if an artifact cannot run (nothing is measured).
     """
-    if not artifacts:
-        raise InputError("nothing to measure", hint="give files, run folders or timm:NAME")
     protocols = options.protocols()
-    if options.fail_under is not None and not 0 < options.fail_under < math.inf:
-        message = f"--fail-under is {options.fail_under:g}, expected a finite number above 0"
-        raise InputError(message, hint="as in --fail-under 1.4")
     runner_options = options.runner
     if not runner_options.batch:  # providers that build for a range of batch sizes
         batches = sorted(protocol.batch for protocol in protocols)

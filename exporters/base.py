@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol, Required, TypedDict, Unpack
+from typing import Any, Protocol, Required, TypedDict, Unpack, runtime_checkable
 
 import numpy as np
 from torch import nn
@@ -103,6 +103,7 @@ class Contents:
     lists: tuple[str, ...] = ()
 
 
+@runtime_checkable
 class Export(Protocol):
     """Write `model` to `path` and its sidecar beside it. A failed or interrupted export leaves nothing behind."""
 

@@ -2,17 +2,16 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args
 
 from annotated_types import Ge, Le
 from pydantic import BeforeValidator
 
-from vitcompress.io.validation import Doc
+from vitcompress.io.validation import Doc, UserPath, Whole
 
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "int8", "int8+bf16", "fp8"]
 Calibration = Literal["minmax", "percentile", "entropy", "mse"]
-Positive = Annotated[int, Ge(1), Le(2**20)]
+Positive = Annotated[Whole, Ge(1), Le(2**20)]
 AUTO = "auto"
 EightBits = Literal["int8", "fp8"]
 EIGHT_BITS = get_args(EightBits)
@@ -64,7 +63,7 @@ class ExportOptions:
     workspace: Annotated[
         int | None, Ge(1), Le(2**50), Doc("bytes that an engine may use beside its weights; None: default")
     ] = None
-    timing_cache: Annotated[Path | None, Doc("file that keeps measured kernel times for later builds")] = None
+    timing_cache: Annotated[UserPath | None, Doc("file that keeps measured kernel times for later builds")] = None
     hardware_compatible: Annotated[
         Literal["none", "ampere+", "same"],
         Doc("`none`, `ampere+` (any GPU from Ampere on) or `same` (any GPU of the same compute capability)"),

@@ -3,12 +3,12 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from weakref import WeakSet
 
 import numpy as np
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor
 
 from vitcompress.errors import ArtifactError, InputError
@@ -16,9 +16,8 @@ from vitcompress.exporters.calls import BoundCall
 from vitcompress.exporters.sidecar import read_input
 from vitcompress.exporters.uint8 import to_bytes
 from vitcompress.io.text import format_range
+from vitcompress.io.validation import UserPath
 from vitcompress.models.create import InputConfig, check_images
-
-MOST_THREADS = 1024
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class RunnerOptions:
     device: str | None = None
     provider: str | None = None
     precision: str | None = None
-    threads: int | None = None
+    threads: Annotated[int, Ge(1), Le(1024)] | None = None
     compile: bool = False
     sdpa: str = "auto"
     weights: str = "random"
@@ -49,7 +48,7 @@ class RunnerOptions:
     cuda_graph: bool = False
     transfers: bool = False
     batch: tuple[int, int, int] | None = None
-    engine_cache: Path | None = None
+    engine_cache: UserPath | None = None
 
 
 # Keys of every runner's description, with the values for runtimes without such a property.
@@ -79,13 +78,11 @@ class Runner(ABC):
     _sha256: str | None = None  # of its file
 
     def __init__(self, name: str, options: RunnerOptions, runtime: str) -> None:
-        """Raises InputError for less than 1 or too many threads, or a setting that `runtime` does not have."""
+        """Raises InputError for a setting that `runtime` does not have."""
         for setting, (owner, artifacts) in OWNED_SETTINGS.items():
             if owner != runtime and getattr(options, setting) != getattr(RunnerOptions, setting):
                 message = f"{setting} is a setting of {owner}, but {name} runs in {runtime}"
                 raise InputError(message, hint=f"omit it, or name only {artifacts}")
-        if options.threads is not None and not 1 <= options.threads <= MOST_THREADS:
-            raise InputError(f"threads must be from 1 to {MOST_THREADS}, got {options.threads}")
         self.name, self._options, self._threads = name, options, options.threads
         self._calls = WeakSet[BoundCall]()  # those that are still referenced elsewhere
 

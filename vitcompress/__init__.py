@@ -68,13 +68,14 @@ except PackageNotFoundError:  # a checkout that was never installed
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PUBLIC:
-        return getattr(import_module(f"vitcompress.{_PUBLIC[name]}"), name)
+    if name not in {**_PUBLIC, **_DEPRECATED}:
+        raise AttributeError(f"module 'vitcompress' has no attribute {name!r}")
+    module, new = _DEPRECATED.get(name) or (_PUBLIC[name], name)
     if name in _DEPRECATED:
-        module, new = _DEPRECATED[name]
         warnings.warn(f"vitcompress.{name} is now {new} in vitcompress.{module}", DeprecationWarning, stacklevel=2)
-        return getattr(import_module(f"vitcompress.{module}"), new)
-    raise AttributeError(f"module 'vitcompress' has no attribute {name!r}")
+    value = getattr(import_module(f"vitcompress.{module}"), new)
+    validate = import_module("vitcompress.io.validation").validate_arguments
+    return validate(value) if new in _PUBLIC and not isinstance(value, type) else value
 
 
 def __dir__() -> list[str]:

@@ -4,13 +4,16 @@ import itertools
 import json
 import math
 import time
+from typing import Any
 
 import numpy as np
 import pytest
 
-from vitcompress.bench.timing import PROTOCOLS, Protocol, Samples, Target, is_settled, measure, protocol, ratio
+from vitcompress.bench.suite import BenchOptions
+from vitcompress.bench.timing import PROTOCOLS, Protocol, Samples, Target, is_settled, measure, ratio
 from vitcompress.errors import InputError
 from vitcompress.io.progress import Progress
+from vitcompress.io.validation import options_of
 
 
 def drawn(
@@ -150,9 +153,17 @@ def test_the_interval_consists_of_rounds_and_contains_the_median() -> None:
     json.dumps(result["ci95"])
 
 
-@pytest.mark.parametrize("wrong", [{"batch": 0}, {"warmup": -1}, {"runs": 0}])
-def test_invalid_protocols_are_rejected(wrong: dict[str, int]) -> None:
-    with pytest.raises(InputError, match="or more"):
-        protocol("paper", **wrong)
-    with pytest.raises(InputError, match="no protocol"):
-        protocol("papr")
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"batch": 0}, "1 or more"),
+        ({"batch": (8, 0)}, "batch.1   got 0, expected 1 or more"),
+        ({"batch": ()}, "a list of 1 or more"),
+        ({"warmup": -1}, "0 or more"),
+        ({"runs": 0}, "1 or more"),
+        ({"protocol": "papr"}, "did you mean paper"),
+    ],
+)
+def test_invalid_protocols_are_rejected(wrong: dict[str, Any], text: str) -> None:
+    with pytest.raises(InputError, match=text):
+        options_of(BenchOptions, wrong, "bench")

@@ -1,6 +1,7 @@
 """The Python API: every function on a tiny model, with batches, with data sets, and with objects of other packages."""
 
 import doctest
+import inspect
 import json
 import logging
 import re
@@ -174,10 +175,13 @@ def test_models_with_other_names_than_those_of_timm_are_planned_as_those_of_crea
     ("call", "message"),
     [
         (lambda: vc.plan(model(), "isomorfic"), "did you mean|nearest|isomorphic"),
-        (lambda: vc.plan("isomorphic", model()), "the method is of the type VisionTransformer"),  # type: ignore[arg-type]
-        (lambda: vc.plan("runs/x", "magnitude"), "the model is a str"),  # type: ignore[arg-type]
-        (lambda: vc.export("runs/x", "x.onnx"), "the model is a str"),  # type: ignore[arg-type]
-        (lambda: vc.finetune(model(), batches(), teacher="runs/x"), "the model is a str"),  # type: ignore[arg-type]
+        (
+            lambda: vc.plan("isomorphic", model()),
+            "got a value of type VisionTransformer, expected",
+        ),  # type: ignore[arg-type]
+        (lambda: vc.plan("runs/x", "magnitude"), "got 'runs/x', expected a model, as of vc.create_model"),  # type: ignore[arg-type]
+        (lambda: vc.export("runs/x", "x.onnx"), "model   got 'runs/x', expected a model"),  # type: ignore[arg-type]
+        (lambda: vc.finetune(model(), batches(), teacher="runs/x"), "teacher   got 'runs/x', expected"),  # type: ignore[arg-type]
         (lambda: vc.load_model(__file__), "is a file, not a run folder"),
         (lambda: vc.plan(model(), "isomorphic", batches(), keep=0.5), "keep"),
         (lambda: vc.plan(model(), "isomorphic", batches(), keep_ratio=2.0), "keep_ratio"),
@@ -185,7 +189,7 @@ def test_models_with_other_names_than_those_of_timm_are_planned_as_those_of_crea
         (lambda: vc.finetune(model(), iter(batches())), "without a length"),
         (lambda: vc.finetune(model(), torch.utils.data.DataLoader(Frames(), 4)), "a DataLoader without a length"),
         (lambda: vc.evaluate(model(), None), "a NoneType without a length"),
-        (lambda: vc.evaluate(model(), batches(), batch_size=0), "batch_size is 0, expected 1 or more"),
+        (lambda: vc.evaluate(model(), batches(), batch_size=0), "batch_size   got 0, expected 1 or more"),
         (lambda: vc.evaluate(model(), batches(), batch_size=3), "batch_size has no effect: the data are batches"),
         (lambda: vc.evaluate(model(), batches(), workers=2), "workers has no effect: the data are batches"),
         (lambda: vc.finetune(model(), batches(), workers=2), "workers has no effect: the data are batches"),
@@ -194,7 +198,7 @@ def test_models_with_other_names_than_those_of_timm_are_planned_as_those_of_crea
         (lambda: vc.count_cost(model(), (8, 8)), "1x8x8 do not fit"),  # type: ignore[arg-type]
         (lambda: vc.run_recipe("no_recipe"), "no_recipe"),
         (lambda: vc.run_recipe(Path("none.toml")), "none.toml cannot be read"),
-        (lambda: vc.prune(model(), "plan.json"), "the plan is a str"),  # type: ignore[arg-type]
+        (lambda: vc.prune(model(), "plan.json"), "plan   got 'plan.json', expected a plan, as of vc.plan"),  # type: ignore[arg-type]
         (lambda: vc.export(model(), "x.tflite"), "suffix"),
         (lambda: vc.export(model(), "x.engine"), "trt and trt-rtx"),
         (lambda: vc.export(model(), "x.onnx", precision="int4"), "precision"),
@@ -227,7 +231,7 @@ def test_models_with_other_names_than_those_of_timm_are_planned_as_those_of_crea
         (lambda: vc.export(model(), f"{__file__}/model.onnx"), "cannot be written"),
         (lambda: vc.bench([model()], bach=1), "did you mean batch"),
         (lambda: vc.bench([model()], threads="two"), "threads"),
-        (lambda: vc.bench([]), "nothing to measure"),
+        (lambda: vc.bench([]), "a list of 1 or more"),
         (lambda: vc.export(model(), "x.onnx", class_names=["cat"]), "1 class names, but the model has 4 classes"),
         (lambda: vc.plan(model(), "nose", [(batches()[0][0] * float("nan"), batches()[0][1])]), "not finite"),
         (lambda: vc.plan(model(), "isomorphic", [(batches()[0][0].byte(), batches()[0][1])]), "uint8"),
@@ -808,7 +812,8 @@ def test_functions_keep_their_names_when_submodules_are_imported() -> None:
     import vitcompress.plan
     import vitcompress.verify.fold  # noqa: F401
 
-    assert vc.plan is api.plan and vc.bench is api.bench and vc.verify is api.verify
+    for name in ("plan", "bench", "verify"):
+        assert inspect.unwrap(getattr(vc, name)) is inspect.unwrap(getattr(api, name))
 
 
 def test_names_of_version_0_1_still_work() -> None:

@@ -181,9 +181,10 @@ def bench(artifacts: tuple[str, ...], notes: bool, **options: Any) -> int:
         from vitcompress.bench.report.run import bench_table
         from vitcompress.cli.output import tables
         from vitcompress.exporters.runtimes import RunnerOptions
+        from vitcompress.io.validation import options_of
         from vitcompress.pipeline.report import record_bench
 
-        settings = suite.BenchOptions(runner=opt.take(options, RunnerOptions), **options)
+        settings = options_of(suite.BenchOptions, {"runner": opt.take(options, RunnerOptions), **options}, "bench")
         result = suite.run(artifacts, settings, progress)
         measured, table = result.to_dict(), bench_table([result.to_dict()])
         record_bench(artifacts, measured, progress)

@@ -38,14 +38,8 @@ def family_of(model: nn.Module) -> Family:
     raise UnsupportedModelError(f"this model cannot be pruned: {reason}", hint="\n  ".join(["supported:", *problems]))
 
 
-def unwrap(model: object) -> nn.Module:
-    """The model inside of a module of torch.compile, DataParallel or DistributedDataParallel, else `model`.
-
-    Raises InputError for what is no module.
-    """
-    if not isinstance(model, nn.Module):
-        hint = "pass a model: vc.load_model(FOLDER), or vc.create_model(NAME)"
-        raise InputError(f"the model is a {type(model).__name__}", hint=hint)
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside of a module of torch.compile, DataParallel or DistributedDataParallel, else `model`."""
     return next((part for name, part in model.named_children() if name in ("_orig_mod", "module")), model)
 
 

@@ -18,14 +18,12 @@ def find_by_name(
     next step, in which `{names}` becomes the names in the table and in installed packages. Raises InputError if there
     is none, or the entry point does not load, or is of another type than those in the table.
     """
-    if isinstance(name, kind := type(next(iter(table.values())))):
-        return name
     if not isinstance(name, str):
-        raise InputError(f"the {what} is of the type {type(name).__name__}", hint=f"pass a name or a {kind.__name__}")
+        return name
     if name in table:
         return table[name]
     for point in entry_points(group=f"vitcompress.{group}", name=name):
-        return cast(T, _load(point, kind))
+        return cast(T, _load(point, type(next(iter(table.values())))))
     names = (*table, *sorted(point.name for point in entry_points(group=f"vitcompress.{group}")))
     message = f"there is no {what} {name!r}{did_you_mean(name, (*names, *others))}"
     hint = (hint or "use one of {names}, or install the package that declares it").format(names=", ".join(names))

@@ -1,24 +1,32 @@
-"""Validate plain data with pydantic and report each problem in one line: the place, the value, what is allowed."""
+"""Validate plain data and arguments with pydantic, and report each problem: the place, the value, what is allowed."""
 
+import inspect
 import json
+import re
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, fields, is_dataclass
-from typing import Any, TypeVar, cast
+from functools import cache, wraps
+from numbers import Integral
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from vitcompress.errors import InputError, did_you_mean
+from vitcompress.io.files import user_path
 
 Table = TypeVar("Table", bound=BaseModel)
 
 # Strict: "30" is not 30. Unknown keys are errors, in nested dataclasses too.
-STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, arbitrary_types_allowed=True)
 
 KINDS = {
     **dict.fromkeys(("int_type", "int_from_float"), "a whole number"),
-    **dict.fromkeys(("tuple_type", "list_type"), "a list"),
+    **dict.fromkeys(("tuple_type", "list_type", "sequence_str", "Sequence"), "a list"),
     **dict.fromkeys(("dict_type", "dataclass_type", "model_type"), "a table"),
+    "Module": "a model, as of vc.create_model or vc.load_model",
+    "Plan": "a plan, as of vc.plan or vc.Plan.from_json",
     "float_type": "a number",
     "bool_type": "true or false",
     "string_type": "text",
@@ -29,6 +37,7 @@ BOUNDS = {
     "greater_than": ("gt", "more than {}"),
     "less_than_equal": ("le", "{} or less"),
     "less_than": ("lt", "less than {}"),
+    "too_short": ("min_length", "a list of {} or more"),
 }
 UNKNOWN_KEY = "unknown key"
 UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
@@ -42,6 +51,11 @@ def Doc(text: str) -> Any:
 def Matching(pattern: str) -> Any:
     """Limits text to a regular expression."""
     return Field(pattern=pattern)
+
+
+# Whole numbers of Python or NumPy.
+Whole = Annotated[int, BeforeValidator(lambda n: int(n) if isinstance(n, Integral) and not isinstance(n, bool) else n)]
+UserPath = Annotated[Path, AfterValidator(user_path)]
 
 
 def create_table(**types: Any) -> type[BaseModel]:
@@ -58,7 +72,7 @@ def validate(kind: type[Table], data: Mapping[str, object], prefix: str, problem
         plain = json.dumps(data, default=lambda value: value.tolist() if hasattr(value, "tolist") else str(value))
         return kind.model_validate_json(plain)
     except ValidationError as error:
-        problems += describe_errors(error, kind, prefix)
+        problems += describe_errors(error, kind, data, prefix)
         return None
 
 
@@ -84,17 +98,53 @@ def options_of(kind: type[Any], values: Mapping[str, object], what: str) -> Any:
     return options
 
 
-def describe_errors(error: ValidationError, root: type[BaseModel], prefix: str) -> list[str]:
-    """One line per problem, `place   what is wrong`, in the order of the file.
+@cache
+def validate_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` of the package's interface, which raises InputError for arguments that its annotations do not allow.
+
+    Objects are passed on as they are; what is annotated as Any is not examined.
+    """
+    signature, hints = inspect.signature(function), typing.get_type_hints(function, include_extras=True)
+    table, name = create_table(**{name: hints[name] for name in signature.parameters}), function.__name__
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        try:
+            values = vars(table.model_validate(bound.arguments))
+        except ValidationError as error:
+            problems = describe_errors(error, table, bound.arguments, "")
+            message = "\n  ".join([f"the arguments of {name} are invalid:", *problems])
+            raise InputError(message, hint=f"help(vitcompress.{name}) describes all of them") from None
+        bound.arguments = {name: values[name] for name in bound.arguments}
+        return function(*bound.args, **bound.kwargs)
+
+    call.__module__ = "vitcompress"  # where pickle finds it
+    return call
+
+
+def describe_errors(error: ValidationError, root: type[BaseModel], data: Any, prefix: str) -> list[str]:
+    """One line per problem of `data`, `place   what is wrong`, in the order of the file.
 
     prefix: replaces the first part of every place (`step.0.`, if the data was nested in another table to validate it).
     """
     sentences: dict[str, list[str]] = {}
     for item in error.errors(include_url=False):
-        place = ".".join(map(str, item["loc"][bool(prefix) :]))  # ("step", 0, "lr") -> step.0.lr
+        place = ".".join(_parts(item, data)[bool(prefix) :])  # ("step", 0, "lr") -> step.0.lr
         sentences.setdefault(prefix + place, []).append(_describe(item, root))
     width = max(map(len, sentences))
-    return [f"{place:<{width}}   {' or '.join(dict.fromkeys(texts))}" for place, texts in sentences.items()]
+    texts = {place: " or ".join(dict.fromkeys(each)) for place, each in sentences.items()}
+    return [f"{place:<{width}}   {re.sub(' or got .*?, expected ', ' or ', text)}" for place, text in texts.items()]
+
+
+def _parts(item: Any, data: Any) -> list[str]:
+    """The place of a problem in `data`, without the names that pydantic gives to the types of a union."""
+    parts = list[str]()
+    for part in item["loc"]:
+        entries = dict(enumerate(data)) if isinstance(data, list | tuple) else data
+        if isinstance(entries, Mapping) and (part in entries or item["type"].startswith("missing")):
+            parts, data = [*parts, str(part)], entries.get(part)
+    return parts
 
 
 def keys_hint(problems: Iterable[str], steps: Any) -> str | None:
@@ -108,21 +158,23 @@ def keys_hint(problems: Iterable[str], steps: Any) -> str | None:
 
 def _describe(item: Any, root: type[BaseModel]) -> str:
     """The problem of one value."""
-    kind, value = item["type"], item["input"]
-    seen = str(value).lower() if isinstance(value, bool) else repr(value)  # in TOML syntax
+    kind, value, context = item["type"], item["input"], item.get("ctx", {})
+    shown = f"a value of type {type(value).__name__}" if hasattr(value, "__dict__") else repr(value)
+    seen = str(value).lower() if isinstance(value, bool) else " ".join(shown.split())  # in TOML syntax
     seen = seen if len(seen) <= 60 else f"{seen[:57]}..."
     if kind in UNKNOWN:
         known = list(_keys(root, item["loc"][:-1]))
         return f"{UNKNOWN_KEY}{did_you_mean(str(item['loc'][-1]), known) or ', known: ' + ', '.join(known)}"
     if kind in BOUNDS:
         key, words = BOUNDS[kind]
-        return f"got {seen}, expected " + words.format(f"{item['ctx'][key]:.10g}")
+        return f"got {seen}, expected " + words.format(f"{context[key]:.10g}")
     if kind == "literal_error":
-        choices = [choice.strip("' ") for choice in item["ctx"]["expected"].replace(" or ", ", ").split(",")]
+        choices = [choice.strip("' ") for choice in context["expected"].replace(" or ", ", ").split(",")]
         return f"got {seen}, expected one of {', '.join(choices)}{did_you_mean(str(value), choices)}"
     if kind.startswith("missing"):
         return "is missing"
-    return f"got {seen}, expected {KINDS[kind]}" if kind in KINDS else f"got {seen}: {item['msg']}"
+    name = kind if kind in KINDS else context.get("class", context.get("class_name"))  # of the class it should have
+    return f"got {seen}, expected {KINDS.get(name, f'a {name}')}" if name else f"got {seen}: {item['msg']}"
 
 
 def _keys(root: type[BaseModel], loc: tuple[int | str, ...]) -> Iterator[str]:

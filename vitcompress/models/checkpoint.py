@@ -13,6 +13,7 @@ from vitcompress.errors import ArtifactError, InputError, PlanError, WeightsErro
 from vitcompress.families import Family, family_of
 from vitcompress.families.edited_block import SITE_PARTS
 from vitcompress.io.files import parse_plain, read_text, user_path, write_text
+from vitcompress.io.hardware import check_device
 from vitcompress.io.manifest import check_unchanged, write_manifest
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import read_checkpoint, save_tensors
@@ -32,11 +33,8 @@ def prune(model: nn.Module, plan: Plan) -> nn.Module:
     Raises:
         PlanError: the plan does not fit the model.
         UnsupportedModelError: no family supports the model.
-        InputError: `plan` is no Plan, or the origin of the model is unknown, see `plan_of`.
+        InputError: the origin of the model is unknown, see `plan_of`.
     """
-    if not issubclass(type(plan), Plan):
-        hint = "pass the result of vc.plan, or vc.Plan.from_json(text)"
-        raise InputError(f"the plan is a {type(plan).__name__}", hint=hint)
     whole = create.plan_of(model).then(plan)
     pruned = apply_to_copy(model, plan)
     pruned.plan = whole  # type: ignore[assignment]
@@ -93,9 +91,9 @@ def load_model(folder: str | Path, device: str | torch.device = "cpu") -> nn.Mod
         ArtifactError: not a run folder, or the plan or the weights are not as its manifest records.
         PlanError, WeightsError: a damaged file, or plan and weights of different runs.
     """
-    files = RunFolder(user_path(folder))
+    files, place = RunFolder(user_path(folder)), check_device(device)
     check_unchanged(files.path, files.plan, files.weights)
-    return load_model_files(files.plan, files.weights).to(device)
+    return load_model_files(files.plan, files.weights).to(place)
 
 
 def load_model_files(plan_path: Path, weights_path: Path) -> nn.Module:

@@ -1,6 +1,6 @@
 """Parameters and multiply-accumulates of a model, counted by torch on the meta device."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from vitcompress.families import family_of, unwrap
 from vitcompress.families.lookup import copy_model
 from vitcompress.models.arguments import shapes_of
-from vitcompress.models.create import SkipOnMeta, check_images, image_size, input_config
+from vitcompress.models.create import Side, SkipOnMeta, check_images, image_size, input_config
 from vitcompress.plan import Plan
 from vitcompress.surgery.shapes import sliced_shapes
 
@@ -34,7 +34,7 @@ class Cost:
         return asdict(self)
 
 
-def count_cost(model: nn.Module, input_size: tuple[int, int, int] | None = None) -> Cost:
+def count_cost(model: nn.Module, input_size: Sequence[Side] | None = None) -> Cost:
     """The cost of `model` for one image of `input_size` (channels, height, width); default: the model's own size.
 
     Example:
@@ -44,10 +44,10 @@ def count_cost(model: nn.Module, input_size: tuple[int, int, int] | None = None)
     """
     if input_size is not None:
         check_images(torch.empty(1, *input_size, device="meta"), image_size(unwrap(model)))
-    return _cost(model, count_flops(model, input_size or input_config(model).size)["Global"])
+    return _cost(model, count_flops(model, tuple(input_size or input_config(model).size))["Global"])
 
 
-def count_flops(model: nn.Module, input_size: tuple[int, int, int]) -> dict[str, dict[Any, int]]:
+def count_flops(model: nn.Module, input_size: tuple[int, ...]) -> dict[str, dict[Any, int]]:
     """Floating point operations by module (`VisionTransformer.blocks.0.attn`) and operator."""
     tensors = (*model.parameters(), *model.buffers())
     ready = not model.training and all(tensor.is_meta and not tensor.requires_grad for tensor in tensors)

@@ -11,16 +11,18 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import MinLen
 from torch import nn
 
 from vitcompress import surgery
 from vitcompress.bench import suite
 from vitcompress.bench.accuracy import compare_classes
 from vitcompress.errors import InputError
-from vitcompress.exporters.options import ExportOptions
+from vitcompress.exporters.base import Exporter
+from vitcompress.exporters.options import ExportOptions, Positive
 from vitcompress.exporters.runner import Runner, RunnerOptions
 from vitcompress.exporters.runtimes import EXPORTERS, available_exporter, open_runner
 from vitcompress.exporters.torch_runner import TorchRunner
@@ -47,16 +49,17 @@ from vitcompress.training.loop import train
 from vitcompress.training.losses import check_outputs
 from vitcompress.training.metrics import Accuracy, random_images
 from vitcompress.training.metrics import evaluate as evaluate_loader
-from vitcompress.training.options import TrainOptions, TrainResult
+from vitcompress.training.options import Seed, TrainOptions, TrainResult, Workers
 from vitcompress.training.trainer import TrainingContext, TrainingControls
 from vitcompress.verify.folder import noise_images, verify_folder
 from vitcompress.verify.outputs import Original
 
 Artifact = nn.Module | str | Path
+Artifacts = Artifact | Annotated[Sequence[Artifact], MinLen(1)]
 
 
 def create_model(
-    name: str, *, pretrained: bool = False, weights: str | Path | None = None, seed: int = 0, **args: Any
+    name: str, *, pretrained: bool = False, weights: str | Path | None = None, seed: Seed = 0, **args: Any
 ) -> nn.Module:
     """Create a timm model that can be pruned and saved, in eval mode.
 
@@ -89,7 +92,7 @@ def plan(
     data: Any = None,
     *,
     device: str | torch.device = "auto",
-    seed: int = 0,
+    seed: Seed = 0,
     folder: str | Path | None = None,
     training: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
@@ -149,8 +152,8 @@ def finetune(  # noqa: PLR0913 (each argument is public and has a default)
     teacher: nn.Module | None = None,
     device: str | torch.device = "auto",
     amp: distributed.Amp = "none",
-    workers: int = 0,
-    seed: int = 0,
+    workers: Workers = 0,
+    seed: Seed = 0,
     folder: str | Path | None = None,
     progress: Progress | None = None,
     **options: Any,
@@ -241,10 +244,10 @@ def export(
     model: nn.Module,
     path: str | Path,
     *,
-    format: str | None = None,
+    format: str | Exporter | None = None,
     data: Any = None,
     class_names: Sequence[str] = (),
-    seed: int = 0,
+    seed: Seed = 0,
     progress: Progress | None = None,
     **options: Any,
 ) -> Path:
@@ -269,11 +272,11 @@ def export(
         'model.onnx'
     """
     path, progress = user_path(path), progress or SILENT
-    formats = [format] if format else [name for name, e in EXPORTERS.items() if e.file_suffix == path.suffix]
-    if len(formats) != 1:
+    formats = [name for name, e in EXPORTERS.items() if e.file_suffix == path.suffix]
+    if format is None and len(formats) != 1:
         message = f"the suffix of {path.name} {'fits ' + ' and '.join(formats) if formats else 'is of no format'}"
         raise InputError(message, hint=f"pass format, one of {', '.join(EXPORTERS)}")
-    exporter = available_exporter(formats[0], hint="`vitcompress doctor` shows what is missing")
+    exporter = available_exporter(format or formats[0], hint="`vitcompress doctor` shows what is missing")
     settings = options_of(ExportOptions, options, f"format {exporter.name}")
     exporter.check(settings)
     exporter.check_path(path)
@@ -302,7 +305,7 @@ def verify(folder: str | Path, *, progress: Progress | None = None) -> Verificat
 
 
 def evaluate(
-    model: Artifact, data: Any, *, batch_size: int = 256, device: str | torch.device = "auto", workers: int = 0
+    model: Artifact, data: Any, *, batch_size: Positive = 256, device: str | torch.device = "auto", workers: Workers = 0
 ) -> Accuracy:
     """Top-1 and top-5 accuracy with counts, of a model or of an exported file.
 
@@ -315,15 +318,13 @@ def evaluate(
         >>> vc.evaluate(model, [(torch.randn(4, 3, 32, 32), torch.arange(4))]).total
         4
     """
-    if batch_size < 1:
-        raise InputError(f"batch_size is {batch_size}, expected 1 or more", hint="omit it: the default is 256")
     names = getattr(data, "classes", None)
     if isinstance(model, nn.Module):
         check_outputs(model)
     elif names and isinstance(names, list | tuple):
         remark = compare_classes(user_path(model), list(map(str, names)))
         if remark:
-            warnings.warn(f"{model}: {remark}", stacklevel=2)
+            warnings.warn(f"{model}: {remark}", stacklevel=3)
     with ExitStack() as stack:
         runtime = distributed.start(device, workers=workers)
         stack.callback(runtime.stop)
@@ -340,7 +341,7 @@ def evaluate(
         return evaluate_loader(runner, EvalLoader(source, runner.input, batch_size, runtime), runtime)
 
 
-def bench(artifacts: Artifact | Sequence[Artifact], *, progress: Progress | None = None, **options: Any) -> suite.Bench:
+def bench(artifacts: Artifacts, *, progress: Progress | None = None, **options: Any) -> suite.Bench:
     """Measure models and files interleaved; the first one is the reference of all speed-ups.
 
     Args:
@@ -359,8 +360,6 @@ def bench(artifacts: Artifact | Sequence[Artifact], *, progress: Progress | None
     """
     names = RunnerOptions.__dataclass_fields__
     artifacts = [artifacts] if isinstance(artifacts, Artifact) else artifacts
-    if not artifacts:
-        raise InputError("there is nothing to measure", hint="pass models or files")
     own = {name: options.pop(name) for name in list(options) if name in names and name != "batch"}
     runner: RunnerOptions = options_of(RunnerOptions, own, "bench")
     settings = replace(options_of(suite.BenchOptions, options, "bench"), runner=runner)

@@ -23,7 +23,7 @@ KINDS = {"recipe": (recipes.names, recipes.text), "study": (recipes.study_names,
 ANY_STEP = {"step": [{"method": "fold"}]}  # for recipes whose steps do not matter
 
 
-def load_recipe(source: str | Path, sets: Sequence[str] = (), model: str | None = None) -> Recipe:
+def load_recipe(source: str | Path, sets: str | Sequence[str] = (), model: str | None = None) -> Recipe:
     """Read a recipe by name or from a file, apply `sets` (`table.key=value`) and validate it.
 
     model: an architecture to use instead of the recipe's, whose arguments do not apply to it. Raises RecipeError with

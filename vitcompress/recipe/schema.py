@@ -12,7 +12,7 @@ from pydantic_core import to_jsonable_python
 
 from vitcompress.exporters.options import ExportOptions, Positive
 from vitcompress.io.validation import STRICT, Doc
-from vitcompress.training.options import DataOptions, TrainOptions
+from vitcompress.training.options import DataOptions, Seed, TrainOptions
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class BenchTable(ProtocolTable):
 class RunTable:
     """Where and how everything runs."""
 
-    seed: Annotated[int, Ge(0), Le(2**63 - 1), Doc("of all random numbers")] = 0
+    seed: Annotated[Seed, Doc("of all random numbers")] = 0
     device: Annotated[str, Doc("`auto`, `cpu`, `cuda`, `cuda:1`, `mps`")] = "auto"
     amp: Annotated[Literal["none", "fp16", "bf16"], Doc("half precision while training")] = "none"
     threads: Annotated[

@@ -1,12 +1,12 @@
 """Labeled images: in memory, in class folders, and any map-style data set."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from io import BytesIO
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ _MOST_PIXELS = 89_478_485  # above this, Pillow warns of a decompression bomb
 _UNREADABLE = (*DAMAGED, SyntaxError, zlib.error, Image.DecompressionBombError)  # decoders raise these for broken files
 
 
+@runtime_checkable
 class Images(Protocol):
     """A labeled data set before its transforms.
 
@@ -141,7 +142,7 @@ class MappedImages(Images):
 
 def is_map_style(data: Any) -> bool:
     """Whether `data` has a length and gives one (image, class) pair per index; a list of batches is not map-style."""
-    if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+    if isinstance(data, Mapping) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         return False
     first = data[0] if len(data) else None
     is_batch = isinstance(first, tuple | list) and isinstance(first[0], Tensor) and first[0].ndim == 4

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from vitcompress.io.validation import Doc, Matching
+from vitcompress.io.validation import Doc, Matching, Whole
 from vitcompress.models.preprocessing import Preprocessing
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ Share = Annotated[float, Ge(0), Le(1)]
 Fraction = Annotated[float, Ge(0), Lt(1)]
 Area = Annotated[float, Gt(0), Le(1)]
 Aspect = Annotated[float, Gt(0)]
+Seed = Annotated[Whole, Ge(0), Le(2**63 - 1)]
+Workers = Annotated[Whole, Ge(0), Le(1024)]
 Distillation = Literal["none", "hard", "soft", "soft_patch", "features"]
 
 
@@ -33,7 +35,7 @@ class DataOptions(Preprocessing):
     train_split: Annotated[str | None, Doc("name of the training split; None: train")] = None
     test_split: Annotated[str | None, Doc("name of the test split; None: val, validation or test")] = None
     heldout: Annotated[Fraction, Doc("share of the training images that are held out for choices")] = 0.1
-    workers: Annotated[int, Ge(0), Le(1024), Doc("processes that load images; 0: the main process loads them")] = 0
+    workers: Annotated[Workers, Doc("processes that load images; 0: the main process loads them")] = 0
     broken: Annotated[
         Literal["error", "skip"],
         Doc("images that cannot be read: `skip` leaves them out, and decodes all images first"),
