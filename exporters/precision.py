@@ -27,6 +27,11 @@ KINDS = ("norm", "softmax", "head", "ffn")
 SOFTMAX = ".softmax"
 
 
+def in_fp32(model: nn.Module) -> nn.Module:
+    """`model`, or a copy of it in fp32 if a parameter has another type."""
+    return model if {p.dtype for p in model.parameters()} == {torch.float32} else deepcopy(model).float()
+
+
 def convert_precision(model: nn.Module, precision: str, islands: Sequence[str] = ()) -> nn.Module:
     """A copy of `model` on the CPU in eval mode that stores and computes in `precision` (fp32, tf32, fp16, bf16).
 

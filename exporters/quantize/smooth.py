@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress.errors import ArtifactError
+from vitcompress.exporters.precision import in_fp32
 from vitcompress.exporters.ranges import CHUNK
 from vitcompress.families import family_of
 
@@ -44,11 +45,9 @@ def measure_factors(model: nn.Module, images: Tensor) -> dict[str, list[int]]:
 
 @torch.no_grad()
 def rescale(model: nn.Module, factors: Factors) -> nn.Module:
-    """A copy of `model` with these factors; without any, `model` itself. Raises ArtifactError if they do not fit."""
-    if not factors:
-        return model
-    copy, readers = deepcopy(model), family_of(model).normalized(model)
-    state = dict(copy.named_parameters())
+    """`in_fp32(model)`, with factors a copy that has these. Raises ArtifactError if they do not fit."""
+    copy = deepcopy(model).float() if factors else in_fp32(model)
+    readers, state = family_of(copy).normalized(copy), dict(copy.named_parameters())
     for name, exponents in factors.items():
         width = len(state[f"{name}.weight"]) if name in readers else 0
         if not width or len(exponents) != width or max(map(abs, exponents)) > MOST:

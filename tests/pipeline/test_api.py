@@ -907,6 +907,17 @@ def test_an_export_logs_no_warnings_of_libraries(tmp_path: Path, caplog: pytest.
     assert logging.getLogger("onnxscript").level == logging.NOTSET
 
 
+@pytest.mark.parametrize("smooth", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_model_of_another_type_is_verified_in_int8(dtype: torch.dtype, smooth: bool, tmp_path: Path) -> None:
+    """Its file computes in fp32 beside the products."""
+    network = model().to(dtype)
+    vc.save_model(network, tmp_path / "out")
+    file = vc.export(network, tmp_path / "out" / "model.onnx", precision="int8", smooth=smooth, data=batches())
+    checks = {check.name: check.verdict for check in vc.verify(tmp_path / "out").checks}
+    assert checks[f"agreement.{file.name}.emulation"] == "passed" and "failed" not in checks.values()
+
+
 def test_int8_in_a_deep_model_is_not_taken_for_wrong_arithmetic(tmp_path: Path) -> None:
     """Values that round to another step than in torch multiply from layer to layer."""
     deep = vc.create_model("pvt_v2_b0", num_classes=4, pretrained_cfg_overlay={"input_size": (3, 64, 64)})

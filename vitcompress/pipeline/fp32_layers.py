@@ -11,7 +11,6 @@ runtime if there is a GPU for it, otherwise in ONNX Runtime on the CPU with ever
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations
@@ -153,7 +152,7 @@ def search(
 @torch.no_grad()
 def rank_layers(original: Original, settings: Quantization) -> dict[str, float]:
     """Linear layer or attention -> mean KL divergence of the outputs with it alone in eight bits, the largest first."""
-    images, model = original.images[:RANK_IMAGES], rescale(deepcopy(original.model).float(), settings.factors)
+    images, model = original.images[:RANK_IMAGES], rescale(original.model, settings.factors)
     exact, changes = model(images), dict[str, float]()
     for layer in dict.fromkeys(key.partition(CORE)[0] + SOFTMAX * (CORE in key) for key in settings.ranges):
         own = {key: size for key, size in settings.ranges.items() if is_within(key, (layer,))}
