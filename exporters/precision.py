@@ -35,14 +35,11 @@ def in_fp32(model: nn.Module) -> nn.Module:
 def convert_precision(model: nn.Module, precision: str, islands: Sequence[str] = ()) -> nn.Module:
     """A copy of `model` on the CPU in eval mode that stores and computes in `precision` (fp32, tf32, fp16, bf16).
 
-    Its inputs and outputs are float32 in every precision. Raises InputError for an fp32 layer that the model does not
-    have or is in fp32 anyway, PrecisionError for a weight that half precision cannot represent.
+    Its inputs and outputs are float32 in every precision. islands: in half precision. Raises InputError for an fp32
+    layer that the model does not have, PrecisionError for a weight that half precision cannot represent.
     """
     copy = deepcopy(model).cpu().eval().float()
     if precision not in HALF:
-        if islands:
-            message = f"islands name fp32 layers, but the whole model is {precision}, which is fp32 too"
-            raise InputError(message, hint="omit islands")
         return copy
     names, classifier = expand_layers(copy, islands), set(classifier_layers(copy))
     _narrow(copy, HALF[precision], [name for name in names if not name.endswith(SOFTMAX)])

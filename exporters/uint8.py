@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from vitcompress.exporters.precision import HALF, Float32Io, WideSoftmax, convert_precision
+from vitcompress.exporters.precision import HALF, Float32Io, WideSoftmax, convert_precision, in_fp32
 from vitcompress.families import family_of
 from vitcompress.models.create import InputConfig
 
@@ -30,7 +30,7 @@ def build_deployed(
     Its inputs are normalized images, (batch, channels, height, width), or with `uint8` numbers from 0 to 255 of any
     type, (batch, height, width, channels).
     """
-    model = family_of(model).at_size(model, *input.size[1:])
+    model = family_of(model).at_size(in_fp32(model), *input.size[1:])
     if not uint8:
         return convert_precision(model, precision, islands)
     scale = 256 if precision in HALF else 1

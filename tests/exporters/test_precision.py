@@ -10,6 +10,8 @@ from too_large import large_ffn
 from torch import Tensor, nn
 
 from vitcompress.errors import InputError, PrecisionError
+from vitcompress.exporters.onnx.export import check_options
+from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.precision import convert_precision, expand_layers, present_layers, shorten_layers
 from vitcompress.exporters.uint8 import tensors_of
 
@@ -74,8 +76,8 @@ def test_short_names_expand_to_the_same_layers() -> None:
 def test_an_unknown_layer(wrong: str) -> None:
     with pytest.raises(InputError, match="no layer"):
         convert_precision(plain(), "fp16", (wrong,))
-    with pytest.raises(InputError, match="fp32 too"):
-        convert_precision(plain(), "fp32", ("norm",))
+    with pytest.raises(InputError, match="the whole model is fp32"):
+        check_options(ExportOptions(islands=("norm",)))
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])

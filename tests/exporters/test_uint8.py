@@ -63,6 +63,16 @@ def test_the_folded_convolution_is_within_its_rounding_bound(variant: str, scale
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_convolution_of_a_model_in_half_precision_is_rounded_to_fp32_alone(dtype: torch.dtype) -> None:
+    model, input = sized("plain")
+    pixels, low = some_bytes(input.size), deepcopy(model).to(dtype)
+    expected = deepcopy(low).double()(normalized(pixels, input))
+    outputs = build_deployed(low, input, uint8=True).double()(pixels)
+    torch.testing.assert_close(outputs, expected, rtol=0, atol=2.0**-17 * float(expected.abs().max()))
+
+
+@torch.no_grad()
 @pytest.mark.parametrize(("variant", "in_front"), [("plain", False), ("swin", False), ("pvt", True)])
 def test_bytes_give_the_same_outputs_as_images(variant: str, in_front: bool) -> None:
     model, input = sized(variant)

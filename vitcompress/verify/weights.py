@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from vitcompress.errors import ArtifactError
 from vitcompress.exporters.base import Contents, Stored
 from vitcompress.exporters.options import EIGHT_BITS
-from vitcompress.exporters.precision import HALF
+from vitcompress.exporters.precision import HALF, in_fp32
 from vitcompress.exporters.quantize.graph import read_quantization
 from vitcompress.exporters.quantize.smooth import rescale
 from vitcompress.exporters.uint8 import build_deployed, tensors_of
@@ -115,10 +115,9 @@ def exported_module(model: nn.Module, metadata: Mapping[str, str]) -> nn.Module:
     if precision not in ("fp32", *HALF) or not isinstance(layers, list):
         hint = "export it again: `vitcompress export DIR`"
         raise ArtifactError("the metadata of the file were not written by vitcompress", hint=hint)
-    if precision == "fp32" and not uint8 and next(model.parameters()).dtype == torch.float32:
-        return family_of(model).at_size(model, *input_config(model).size[1:])  # without a copy
-    islands = tuple(layers) if precision in HALF else ()
-    return build_deployed(model, input_config(model), precision, islands, uint8=uint8)
+    if precision == "fp32" and not uint8:
+        return family_of(model).at_size(in_fp32(model), *input_config(model).size[1:])  # without a copy of fp32
+    return build_deployed(model, input_config(model), precision, tuple(layers), uint8=uint8)
 
 
 def _match(tensors: Mapping[str, Tensor], stored: Sequence[Stored]) -> tuple[dict[str, Stored], list[Stored]]:
