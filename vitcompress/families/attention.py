@@ -5,7 +5,7 @@ computes what the masked dense attention computes. q/k and v may have different 
 """
 
 import math
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,10 +28,11 @@ class AnyWidthAttention(nn.Module):
 
     PARTS: tuple[str, ...] = ("qkv", "attn_drop", "proj", "proj_drop")
     WIDTHS: tuple[str, ...] | None = None
-    qkv: Any
-    attn_drop: Any
-    proj: Any
-    proj_drop: Any
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """One of `PARTS`."""
 
     def __init__(self, dense: Any, qk_dim: int, v_dim: int, num_heads: int) -> None:
         super().__init__()
@@ -99,7 +100,6 @@ class SlicedRotaryAttention(SlicedAttention):
 
     PARTS = (*AnyWidthAttention.PARTS, "num_prefix_tokens", "rotate_half")
     WIDTHS = None
-    num_prefix_tokens: int
 
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, rope: Tensor | None = None
@@ -164,12 +164,6 @@ class SlicedReductionAttention(AnyWidthAttention):
 
     PARTS = ("q", "kv", "attn_drop", "proj", "proj_drop", "pool", "sr", "norm", "act")
     WIDTHS = ("dim",)
-    q: Any
-    kv: Any
-    pool: Any
-    sr: Any
-    norm: Any
-    act: Any
 
     def forward(self, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
         """x: normalized tokens, (batch, height x width, channels) -> same shape. feat_size: height, width."""
@@ -188,11 +182,6 @@ class SlicedPool(AnyWidthAttention):
 
     PARTS = ("latent", "q", "kv", "proj", "proj_drop", "norm", "mlp")
     WIDTHS = ("latent_dim", "out_features")
-    latent: nn.Parameter
-    q: Any
-    kv: Any
-    norm: Any
-    mlp: Any
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         """x: tokens, (batch, tokens, channels) -> (batch, channels)."""

@@ -19,7 +19,6 @@ from vitcompress.families.edited_block import Wiring, children
 class ShiftedWindowAttention(SlicedWindowAttention):
     """The attention of a Swin block with the block's shift, padding and partition: tokens in, tokens out."""
 
-    attn_mask: Tensor | None
     # timm's own methods, which read the attributes that are set below; `_attn` calls `attn` on the windows.
     _attn: Any = SwinTransformerBlock._attn
     get_attn_mask: Any = SwinTransformerBlock.get_attn_mask
