@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, cast
 
 import torch.nn.functional as F
-from timm.layers import Attention, AttentionPoolLatent, GluMlp, LayerScale, Mlp
+from timm.layers import Attention, AttentionPoolLatent, GluMlp, Mlp
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
@@ -106,9 +106,6 @@ def shorten_last_block(model: nn.Module, family: base.Family) -> dict[str, First
     path = list(blocks)[-1]
     block: Any = blocks[path]
     if type(block) is not Block or type(block.attn) is not Attention or type(block.mlp) is not Mlp:
-        return {}
-    scales = all(isinstance(scale, nn.Identity | LayerScale) for scale in (block.ls1, block.ls2))
-    if not scales or block.attn.qkv.out_features % 3:
         return {}
     return {path: FirstTokensBlock(block, int(model.num_prefix_tokens))}
 
