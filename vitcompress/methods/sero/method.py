@@ -12,6 +12,7 @@ are part of the choice instead of a later step (layout = "ragged" is the plain t
 |W| factor after its first evaluation; here it stays (weight_scale).
 """
 
+from contextlib import closing
 from copy import deepcopy
 from dataclasses import replace
 
@@ -107,12 +108,10 @@ def describe(options: Options) -> StepInfo:
 def _explore(copy: nn.Module, context: Context, options: Options) -> Exploration:
     """Train `copy` under masks, then remove them. Raises VitcompressError if the last epoch chose no masks."""
     copy.to(context.runtime.device)
-    exploration = Exploration(copy, context.family, options, context.seed)
-    data, train, controls = context.data, _settings(context.train, options), TrainingControls(hooks=exploration)
-    try:
+    data, train = context.data, _settings(context.train, options)
+    with closing(Exploration(copy, context.family, options, context.seed)) as exploration:
+        controls = TrainingControls(hooks=exploration)
         context.run_training(copy, data.train, data.heldout, train, "exploration", controls=controls)
-    finally:
-        exploration.close()
     if exploration.sparsity != options.sparsity:
         message = "no refresh of the masks in the last epoch had finite gradients, so the exploration did not end"
         hint = "lower the learning rate, or use amp bf16 or none, and start over with --fresh"

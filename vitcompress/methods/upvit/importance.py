@@ -161,14 +161,11 @@ class Importance:
             path, out = start
             replacements |= {before: _Replay() for before in self.blocks[: self.blocks.index(path)]}
             replacements[path] = _Replay(out if repeated else out.repeat(groups, 1, 1))
-        before = {path: self.model.get_submodule(path) for path in replacements}
-        try:
+        with ExitStack() as stack:
             for path, module in replacements.items():
+                stack.callback(replace_module, self.model, path, self.model.get_submodule(path))
                 replace_module(self.model, path, module)
             return cast(Tensor, self.model(images.repeat(groups, 1, 1, 1)))
-        finally:
-            for path, module in before.items():
-                replace_module(self.model, path, module)
 
     def _last_linear(self, component: Component) -> str | None:
         """The linear layer that reads an FFN's hidden channels, if it is the last operation of its block."""
