@@ -34,11 +34,9 @@ class Wiring:
 
 def reject_new_size(*args: object, **kwargs: object) -> None:
     """The `set_input_size` of pruned models whose position tables and windows fit one size only."""
-    raise UnsupportedModelError(
-        "the input size of a pruned model cannot be changed: its windows, shifts and tables belong to the size that it "
-        "was pruned for",
-        hint="prune it at the other size, as in --set 'model.args.img_size=[256, 192]'",
-    )
+    reason = "its windows, shifts and tables belong to the size that it was pruned for"
+    hint = "prune it at the other size, as in --set 'model.args.img_size=[256, 192]'"
+    raise UnsupportedModelError(f"the input size of a pruned model cannot be changed: {reason}", hint=hint)
 
 
 def branches_of(block: nn.Module, wiring: Wiring) -> tuple[tuple[str, ...], ...]:

@@ -70,11 +70,9 @@ def pick(model: nn.Module, family: Family, options: RandomOptions, seed: int = 0
     if options.attention is not None:
         left = dict(zip(KINDS, (options.attention, options.pruned_layers - options.attention), strict=True))
         if any(not 0 <= left[kind] <= most[kind] for kind in KINDS):
-            raise PlanError(
-                f"attention is {options.attention} of pruned_layers {options.pruned_layers}, but at most "
-                f"{most['attention']} attentions and {most['activation']} activations can be removed",
-                hint="change attention or pruned_layers",
-            )
+            requested = f"attention is {options.attention} of pruned_layers {options.pruned_layers}"
+            removable = f"{most['attention']} attentions and {most['activation']} activations can be removed"
+            raise PlanError(f"{requested}, but at most {removable}", hint="change attention or pruned_layers")
     chosen = list[Site]()
     for kind, count in left.items():
         chosen += [site for site in sites if site.kind == kind][:count]

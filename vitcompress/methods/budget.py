@@ -189,12 +189,10 @@ def check_reach(largest: T, smallest: T, target: Target[T]) -> tuple[float, floa
     where = f" on {target.runtime}" if target.runtime else ""
     load = "; other load on the machine makes times longer: the same command measures anew and keeps what it trained"
     message = f"{amount}{where} cannot be reached: this structure allows {format_range(low, high)}"
-    hint = (
-        "nothing has to be removed for this amount: lower it, or leave the step out"
-        if target.amount > most
-        else "change the target, or allow more to be pruned (shares below 1; smaller target_args of upvit)"
-    ) + (load if target.runtime else "")
-    raise PlanError(message, hint=hint)
+    hint = "change the target, or allow more to be pruned (shares below 1; smaller target_args of upvit)"
+    if target.amount > most:
+        hint = "nothing has to be removed for this amount: lower it, or leave the step out"
+    raise PlanError(message, hint=hint + (load if target.runtime else ""))
 
 
 def bisect(candidate: Callable[[float], T], target: Target[T]) -> tuple[T, float]:

@@ -120,10 +120,8 @@ def record_choice(model: nn.Module, context: Context, chosen: Blocks, options: B
     both = sorted(set(removed["attention"]) & set(removed["activation"]))
     # A block that lost both is affine up to its norms: that changes the network, so these blocks are named.
     context.memo("choice", lambda: {**removed, "both": both})
-    context.progress.note(
-        f"removed: attention of blocks {removed['attention']}, activation of blocks {removed['activation']}"
-        + (f" (both in {both})" if both else "")
-    )
+    blocks = f"attention of blocks {removed['attention']}, activation of blocks {removed['activation']}"
+    context.progress.note(f"removed: {blocks}" + (f" (both in {both})" if both else ""))
     means = gate_means(model, context, plan.removed, options)
     if means and context.fades:
         context.memo(MEAN_GATES, lambda: {ffn: mean.tolist() for ffn, mean in means.items()})

@@ -150,10 +150,8 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         yield "export.smooth   would change layers whose ranges are trained: omit it, or quantize.epochs"
     for name, options in (("dense", dense), ("finetune", finetune)):
         if options is not None and options.alpha > 1 and options.label_weight is None:
-            yield (
-                f"{name}.alpha   got {options.alpha:g}, which gives the labels a negative weight; "
-                "use at most 1, or set label_weight too"
-            )
+            problem = f"got {options.alpha:g}, which gives the labels a negative weight"
+            yield f"{name}.alpha   {problem}; use at most 1, or set label_weight too"
 
 
 def _ineffective(sets: Sequence[str], recipe: Recipe) -> Iterator[str]:

@@ -117,11 +117,8 @@ def feasible_splits(layers: tuple[int, int], budget: int, min_pruned_per_type: i
             hint = "prune widths: with one layer of each type to stay, none may go"
         elif fewest <= least:
             hint = suggest_range("min_pruned_per_type", 0, fewest - 1)
-        raise PlanError(
-            f"no split of {budget} pruned layers over {attentions} attentions and {activations} activations "
-            f"prunes at least {least} and keeps at least 1 of each type",
-            hint=hint,
-        )
+        split = f"no split of {budget} pruned layers over {attentions} attentions and {activations} activations"
+        raise PlanError(f"{split} prunes at least {least} and keeps at least 1 of each type", hint=hint)
     return splits
 
 

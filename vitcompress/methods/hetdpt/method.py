@@ -69,11 +69,9 @@ def allocate(model: nn.Module, context: Context, options: AllocationOptions) -> 
     near = [(split["attention"], split["activation"]) for split in allocation["splits"] if split["near_tie"]]
     rivals = [f"{split[0]}+{split[1]}" for split in near if split != (attentions, activations)]
     lead = "the only split" if allocation["margin"] is None else f"best by {allocation['margin']:.2f} points"
-    context.progress.note(
-        f"budget: {attentions} attentions + {activations} activations"
-        f" ({lead}, cross-validation error {allocation['rmse']:.2f})"
-        + (f"; within that error as well: {', '.join(rivals)}" if rivals else "")
-    )
+    certainty = f"{lead}, cross-validation error {allocation['rmse']:.2f}"
+    others = f"; within that error as well: {', '.join(rivals)}" if rivals else ""
+    context.progress.note(f"budget: {attentions} attentions + {activations} activations ({certainty}){others}")
     return records, (attentions, activations)
 
 
@@ -154,14 +152,11 @@ def describe(options: Options) -> StepInfo:
 def _listed(options: Options, which: Literal["published", "example"]) -> Blocks:
     """The block numbers of the recipe. Raises PlanError unless there are `pruned_layers` of them."""
     lists: dict[SiteKind, Indices] = {kind: getattr(options, f"{which}_{kind}") for kind in KINDS}
-    count = sum(len(set(numbers)) for numbers in lists.values())
-    if count != options.pruned_layers or count != sum(map(len, lists.values())):
-        raise PlanError(
-            f"{which}_attention and {which}_activation name {count} different layers, pruned_layers is "
-            f"{options.pruned_layers}",
-            hint="make the lists and the budget agree"
-            + (', or set layers = "search"' if which == "published" else ", or set both lists to []"),
-        )
+    count, budget = sum(len(set(numbers)) for numbers in lists.values()), options.pruned_layers
+    if count != budget or count != sum(map(len, lists.values())):
+        message = f"{which}_attention and {which}_activation name {count} different layers, pruned_layers is {budget}"
+        other = 'set layers = "search"' if which == "published" else "set both lists to []"
+        raise PlanError(message, hint=f"make the lists and the budget agree, or {other}")
     return lists
 
 

@@ -188,11 +188,9 @@ def _check_family(family: Family, spaces: tuple[Space, ...]) -> None:
             hint=OTHER_METHODS,
         )
     if any(space.whole_heads for space in spaces):
-        raise PlanError(
-            "UP-ViT does not support rotary embeddings: it forms heads from parts of others, and these embeddings "
-            "rotate the channels of q and k by their position in the head",
-            hint="isomorphic and sero prune this family, heads of q and k as a whole",
-        )
+        rotation = "these embeddings rotate the channels of q and k by their position in the head"
+        message = f"UP-ViT does not support rotary embeddings: it forms heads from parts of others, and {rotation}"
+        raise PlanError(message, hint="isomorphic and sero prune this family, heads of q and k as a whole")
 
 
 def _stages(model: nn.Module, family: Family, base: Plan, *, only_widths: bool) -> dict[str, list[Block]]:
