@@ -113,7 +113,7 @@ class MappedImages(Images):
             message = f"{name} is a stream; images must be reachable by index"
             raise DataError(message, hint="use an image folder, torch/... or hfds/...")
         try:
-            item: Any = dataset[0] if len(dataset) else (b"", 0)
+            item: Any = dataset[0]
             if not isinstance(item, tuple | list):
                 raise TypeError(f"an item is a {type(item).__name__}")
             samples = getattr(getattr(dataset, "reader", None), "samples", None) or dataset
@@ -132,7 +132,7 @@ class MappedImages(Images):
             hint = "return a PIL image or a normalized tensor (C, H, W), and the index of its class"
             message = f"the items of {name} are not (image, class) pairs: {first_line(error)}"
             raise DataError(message, hint=hint) from error
-        if len(dataset) and not self.prepared:
+        if not self.prepared:
             decode(image, f"0 of {name}")
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
