@@ -119,10 +119,8 @@ def _rank(spaces: Sequence[Space], scores: Scores, options: Options) -> Ranking:
     groups = groups_of(spaces, scores, options.scope)
     shares = {"head": options.keep_heads, "head_dim": options.keep_head_dim}
     keep = {g.scope: options.keep_ratio if g.scope == ALL else shares.get(g.kind, options.keep_ratio) for g in groups}
-    units = asdict(options.align)
-    if options.round_to is not None:
-        return Ranking(groups, keep, dict.fromkeys(units, options.round_to), down=True)
-    return Ranking(groups, keep, units)
+    units = {kind: options.round_to or unit for kind, unit in asdict(options.align).items()}
+    return Ranking(groups, keep, units, down=options.round_to is not None)
 
 
 def _choose(
@@ -147,9 +145,7 @@ def reset_attention_scale(model: nn.Module, spaces: Sequence[Space], delta: Plan
     The scale of a head of width d is d^-0.5. To compute with d'^-0.5, q and k are each multiplied by (d / d')^0.25.
     """
     copy = deepcopy(model)
-    for space in spaces:
-        if space.kind != "qk" or space.name not in delta.kept:
-            continue
+    for space in (space for space in spaces if space.kind == "qk" and space.name in delta.kept):
         before = space.size // space.heads
         after = len(delta.kept[space.name]) // delta.heads.get(space.attention, space.heads)
         for axis in space.axes:

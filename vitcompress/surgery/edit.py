@@ -62,9 +62,7 @@ def _drop_block(model: Any, path: str) -> None:
 def segments_of(spaces: Iterable[Space], kept: Mapping[str, tuple[int, ...]]) -> Segments:
     """What to keep of every tensor that a space in `kept` indexes."""
     segments: Segments = {}
-    for space in spaces:
-        if space.name not in kept:
-            continue
+    for space in (space for space in spaces if space.name in kept):
         channels, size = list(kept[space.name]), space.size
         heads = list(dict.fromkeys(c // (size // space.heads) for c in channels))
         for axis in space.axes:

@@ -82,9 +82,7 @@ def sliced_shapes(before: Shapes, dense: nn.Module, family: Family, plan: Plan) 
 def _removed_modules(family: Family, sites: tuple[Site, ...], plan: Plan) -> Iterator[str]:
     """Paths of modules without any remaining tensor."""
     yield from set(plan.folded) - {site.name for site in sites}  # LayerScales
-    for site in sites:
-        if site.name not in plan.removed:
-            continue
+    for site in (site for site in sites if site.name in plan.removed):
         yield site.name
         part = SITE_PARTS.get(site.kind)
         if part and plan.removed[site.name] in WHOLE_BRANCH:
