@@ -536,6 +536,14 @@ def test_a_folder_belongs_to_one_list_of_batches(tmp_path: Path) -> None:
             vc.finetune(model(), other, epochs=1, folder=tmp_path, device="cpu")
 
 
+def test_a_folder_belongs_to_the_labels_of_one_data_set(tmp_path: Path) -> None:
+    pairs = [(image, index % 4) for index, image in enumerate(batches()[0][0])]
+    train = partial(vc.finetune, epochs=1, folder=tmp_path, device="cpu", batch_size=4)
+    assert train(model(), pairs) == train(model(), pairs)
+    with pytest.raises(InputError, match="other settings, images or teacher"):
+        train(model(), [(image, 3 - label) for image, label in pairs])
+
+
 def test_a_training_neither_uses_nor_leaves_gradients() -> None:
     network, other = model(), model()
     other(X).square().sum().backward()

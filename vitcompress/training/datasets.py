@@ -33,7 +33,8 @@ class Images(Protocol):
     """A labeled data set before its transforms.
 
     labels: the class of every image, integers (images,), known without opening one. prepared: whether images are
-    tensors (C, H, W), normalized for the model, instead of PIL images. digest: of files or tensors, where it is known.
+    tensors (C, H, W), normalized for the model, instead of PIL images. digest: of files, tensors or labels; empty for
+    built-in data.
     """
 
     labels: np.ndarray
@@ -124,6 +125,7 @@ class MappedImages(Images):
             self.dataset, self.labels = dataset, np.asarray(labels, np.int64)
             if self.labels.ndim != 1 or (self.labels != np.asarray(labels)).any():
                 raise ValueError("a label is not a whole number")
+            self.digest = tensors_digest([torch.from_numpy(self.labels)])  # images may be different at every access
             image, _ = item
             self.prepared = isinstance(image, Tensor)
             if not (image.is_floating_point() if self.prepared else isinstance(image, Image.Image | bytes)):
