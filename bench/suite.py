@@ -47,8 +47,7 @@ class BenchOptions(ProtocolTable):
     def protocols(self) -> list[timing.Protocol]:
         """One protocol per batch size."""
         batches = self.batch if isinstance(self.batch, tuple) else (self.batch,)
-        same = {"warmup": self.warmup, "runs": self.runs}
-        return [timing.protocol(self.protocol, batch=batch, **same) for batch in batches]
+        return [timing.protocol(self.protocol, **{**self.changes, "batch": batch}) for batch in batches]
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,7 @@ class Bench:
     @property
     def too_slow(self) -> list[records.RatioRecord]:
         """The ratios whose interval has its lower end below `fail_under`."""
-        limit = self.fail_under
-        return [r for r in self.ratios if limit is not None and (r["ci95"][0] or 0.0) < limit]
+        return [ratio for ratio in self.ratios if (ratio["ci95"][0] or 0.0) < (self.fail_under or 0.0)]
 
     def to_dict(self) -> records.BenchRecord:
         fields = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}

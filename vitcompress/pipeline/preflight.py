@@ -6,7 +6,6 @@ from functools import partial
 
 import torch
 
-from vitcompress.bench import timing
 from vitcompress.errors import InputError, OutputError
 from vitcompress.exporters.options import AUTO
 from vitcompress.exporters.precision import expand_layers
@@ -47,9 +46,7 @@ def prepare(recipe: Recipe, options: RunOptions, runtime: Runtime, progress: Pro
 
 def list_checks(job: Job, *, dry: bool = False, opened: bool = True) -> Iterator[Callable[[], object]]:
     """All checks, in order. dry: they download nothing and measure nothing. opened: the number of classes is known."""
-    bench = job.recipe.bench
     yield from (partial(check, job) for check in (check_exports, check_training, check_expect, check_room))
-    yield partial(timing.protocol, bench.protocol, **bench.changes)
     yield partial(check_writable, job.dense_folder)
     yield partial(check_weights, job, download=not dry)
     if opened:

@@ -11,7 +11,6 @@ from itertools import groupby, product
 from pathlib import Path
 from typing import Any, Literal
 
-from vitcompress.bench import timing
 from vitcompress.bench.plots.study import draw
 from vitcompress.errors import InputError, MissingExtraError, OutputError, VitcompressError
 from vitcompress.io.files import read_json, write_json
@@ -101,10 +100,9 @@ def dry_run_study(
 ) -> StudyDryRun:
     """Cost and epochs of every row, and what is missing here. Writes nothing. runs: those to check; default: all.
 
-    Raises InputError for a row that cannot work, or a protocol that measures nothing.
+    Raises InputError for a row that cannot work.
     """
     runs = options.runs(study) if runs is None else runs
-    timing.protocol(study.speed.protocol, **study.speed.changes)
     rows, missing, notes = list[dict[str, str | float]](), dict[str, None](), dict[str, None]()
     first_seeds = [next(of_row) for _, of_row in groupby(runs, lambda run: run.row.name)]
     for number, run in enumerate(first_seeds):
