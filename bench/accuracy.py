@@ -16,7 +16,6 @@ from vitcompress.bench.report.run import find_speed, read_benchmarks
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, open_runner
 from vitcompress.exporters.sidecar import read_classes
-from vitcompress.exporters.torch_runner import TIMM
 from vitcompress.io.progress import SILENT, Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.create import InputConfig
@@ -86,9 +85,6 @@ def run(artifacts: Sequence[str], options: EvaluateOptions | None = None, progre
     """
     options = options or EvaluateOptions()
     extra = read_benchmarks(options.bench) if options.bench else []
-    for artifact in artifacts:
-        if not artifact.startswith(TIMM) and not Path(artifact).exists():
-            open_runner(artifact)  # raises; a missing artifact is reported before missing data
     # Those of run folders: in others, a file of this name may be anything.
     folders = [(run, run.benchmark.is_file() and run.plan.is_file()) for run in map(RunFolder.of, artifacts)]
     benches = [[*extra, *(read_benchmarks(run.benchmark) if known else ())] for run, known in folders]
@@ -100,8 +96,7 @@ def run(artifacts: Sequence[str], options: EvaluateOptions | None = None, progre
         results = [_evaluate(*one, images, options, progress) for one in zip(runners, benches, strict=True)]
     (first, reference), rows = results[0], [row for row, _ in results]
     tests = [{"a": first["artifact"], "b": row["artifact"], **mcnemar(reference, mask)} for row, mask in results[1:]]
-    compared = cast(list[ComparisonTest], tests)
-    return {"images": len(images), "classes": len(classes), "rows": rows, "mcnemar": compared}
+    return {"images": len(images), "classes": len(classes), "rows": rows, "mcnemar": cast(list[ComparisonTest], tests)}
 
 
 def select_data(artifacts: Sequence[str], options: EvaluateOptions) -> DataOptions:
