@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 from vitcompress.bench.plots.figure import COLORS, MARKS, new_figure, save_figure
 from vitcompress.bench.plots.structure import LAYERS, WIDTHS, Layer, Structure, Width, describe_structure
-from vitcompress.errors import ArtifactError
 from vitcompress.io.plugins import is_plugin
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.text import shorten_paths
@@ -26,19 +25,14 @@ TITLES: dict[Panel, str] = {"layers": "layers", "widths": "remaining channels, %
 def draw(folders: Sequence[str | Path], into: str | Path) -> list[Path]:
     """Draw run folders into files in `into`: the structure of each run, and the charts of each of its steps.
 
-    Raises ArtifactError if a folder has no plan (nothing is drawn), and MissingExtraError without matplotlib.
+    Raises PlanError if a folder has no plan (nothing is drawn), and MissingExtraError without matplotlib.
     """
     paths = []
     distinct = list(dict.fromkeys(map(Path, folders)))
     names = shorten_paths([str(folder.resolve()) for folder in distinct])
     # With as many parent folders as needed to distinguish them.
     runs = {"-".join(part.strip("/\\:") for part in Path(n).parts): f for n, f in zip(names, distinct, strict=True)}
-    plans = {}
-    for name, folder in runs.items():
-        path = RunFolder(folder).plan
-        if not path.is_file():
-            raise ArtifactError(f"{folder} has no {path.name}", hint="give the folder of a finished run")
-        plans[name] = read_plan(path)
+    plans = {name: read_plan(RunFolder(folder).plan) for name, folder in runs.items()}
     for name, folder in runs.items():
         figure = structure_figure(describe_structure(plans[name]), name)
         paths.append(save_figure(figure, Path(into) / f"{name}-structure.png"))
