@@ -170,8 +170,7 @@ def _block_runs(samples: Samples, protocol: Protocol) -> int:
         seconds = protocol.min_seconds - sum(samples.wall_ms) / 1000
         share = 1000 * seconds / max(1, ROUNDS - len(samples.blocks_ms))
         return max(runs, math.ceil(share / samples.pace_ms))
-    remaining = protocol.runs - sum(map(len, samples.blocks_ms))
-    return min(runs, remaining) if remaining > 0 else runs
+    return min(runs, protocol.runs - sum(map(len, samples.blocks_ms)))
 
 
 def _is_complete(results: Sequence[Samples], protocol: Protocol) -> bool:

@@ -86,10 +86,9 @@ def describe_structure(plan: Plan) -> Structure:
             if space.kind == "v":
                 heads = 0 if _replacement(plan, space.attention) else plan.heads.get(space.attention, space.heads)
                 widths["heads"][place] = Width(heads, space.heads)
-    stages = Counter(path.rpartition(".")[0] for path in blocks)
     return Structure(
         places,
-        tuple(stages.values()),
+        tuple(Counter(path.rpartition(".")[0] for path in blocks).values()),  # of each stage
         {kind: [row.get(path) for path in places] for kind, row in layers.items() if row},
         {kind: [row.get(path) for path in places] for kind, row in widths.items() if row},
     )
