@@ -86,10 +86,9 @@ class EngineProcess:
         return self._request({"do": "layers"})[1].decode()
 
     def close(self) -> None:
-        for pipe in (self._process.stdin, self._process.stdout):
+        for pipe in filter(None, (self._process.stdin, self._process.stdout)):
             with suppress(OSError):  # the process may have ended already
-                if pipe is not None:
-                    pipe.close()  # the process ends when it has no more requests to read
+                pipe.close()  # the process ends when it has no more requests to read
         try:
             self._process.wait(timeout=EXIT_SECONDS)
         except subprocess.TimeoutExpired:

@@ -262,6 +262,7 @@ def report(folders: tuple[str, ...], plot: Path | None, max_drop: float | None, 
         if plot or (len(folders) > 1 and len(result["not_plotted"]) < len(result["runs"])):
             try:
                 result["plot"] = str(compare.plot(result["runs"], plot or Path("comparison.png")))
+                progress.note(f"plot: {result['plot']}")
             except MissingExtraError as error:
                 if plot:
                     raise
@@ -276,8 +277,6 @@ def report(folders: tuple[str, ...], plot: Path | None, max_drop: float | None, 
 
             write_text(sbom, build_sbom(Path(folders[0]), result["runs"][folders[0]]))
             progress.note(f"bill of materials: {sbom}")
-        if result["plot"]:
-            progress.note(f"plot: {result['plot']}")
         page = reports.markdown(result["runs"][folders[0]])
     show = tables.print_comparison if len(folders) > 1 else lambda _: terminal.print_document(page, "markdown")
     return print_result({**result, "max_drop": max_drop, "drops": drops, "passed": not drops}, show, "\n".join(drops))

@@ -26,9 +26,7 @@ Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
 
 
-def complete_names(
-    names: Callable[[], Iterable[str]],
-) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
+def complete_names(names: Callable[[], Iterable[str]]) -> Callable[..., list[CompletionItem]]:
     """Shell completion of an argument that is one of `names()`, or a file."""
 
     def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:

@@ -67,7 +67,6 @@ def read_checkpoint(path: Path, *, wrapped: bool = True) -> tuple[dict[str, Tens
     script, loads the first of PARTS. wrapped: remove prefixes that all names share, as of wrappers (`module.`). Raises
     WeightsError for a file that is missing, truncated, of another format, or contains pickled code.
     """
-    path = Path(path)
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"
         raise WeightsError(f"no weights at {path}: it {what}", hint=f"use {ACCEPTED}")

@@ -78,8 +78,7 @@ def validate(kind: type[Table], data: Mapping[str, object], prefix: str, problem
 
 def validate_options(kind: type[Any], values: Mapping[str, object], prefix: str, problems: list[str]) -> Any | None:
     """An instance of the dataclass `kind`, or None after adding to `problems`."""
-    nested = create_model("Options", __config__=STRICT, options=(kind, ...))
-    table = validate(nested, {"options": values}, prefix, problems)
+    table = validate(create_table(options=kind), {"options": values}, prefix, problems)
     return None if table is None else vars(table)["options"]
 
 
