@@ -22,7 +22,7 @@ def resolve_preprocessing(runner: Runner, options: Preprocessing) -> tuple[Input
 
     For uint8 input mean is 0 and std is 1: the runner then passes on the bytes of the image. Raises ArtifactError if
     mean and std are unknown, the options contradict the artifact, or the last dimension of uint8 input cannot be
-    channels, and InputError if the number of values is neither 1 nor the number of channels, or a std is not above 0.
+    channels, and InputError if the number of values is neither 1 nor the number of channels.
     """
     values = options.changes_for(runner.input_size[0], runner.name)
     if runner.input is not None:

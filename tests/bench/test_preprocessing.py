@@ -13,6 +13,7 @@ from vitcompress.bench import accuracy
 from vitcompress.cli import main
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters.onnx.export import export
+from vitcompress.io.validation import options_of
 from vitcompress.models.checkpoint import write_model
 from vitcompress.models.create import create_model, input_config
 from vitcompress.models.preprocessing import Preprocessing
@@ -67,7 +68,7 @@ def uint8_file(folder: Path, sides: tuple[int, int, int] = (8, 8, 1)) -> Path:
 
 
 def evaluate(path: Path, **options: Any) -> Any:
-    settings = accuracy.EvaluateOptions(data="digits", preprocessing=Preprocessing(**options))
+    settings = options_of(accuracy.EvaluateOptions, {"data": "digits", "preprocessing": options}, "evaluate")
     return accuracy.run([str(path)], settings)["rows"][0]
 
 
@@ -130,7 +131,7 @@ def test_mean_and_std_are_required_and_other_values_assumed(foreign: Path, capsy
     ],
 )
 def test_invalid_values_are_rejected(options: dict[str, Any], foreign: Path) -> None:
-    with pytest.raises(InputError, match=r"mean has 3 values|(mean|std|crop_pct) cannot be"):
+    with pytest.raises(InputError, match=r"mean has 3 values|(std\.0|crop_pct)   got (0\.0|nan), expected"):
         evaluate(foreign, **options)
 
 

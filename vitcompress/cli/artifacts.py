@@ -216,11 +216,12 @@ def evaluate(artifacts: tuple[str, ...], max_drop: float | None, **options: Any)
         from vitcompress.bench.report.loss import list_drops
         from vitcompress.cli.output import tables
         from vitcompress.exporters.runtimes import RunnerOptions
+        from vitcompress.io.validation import options_of
         from vitcompress.models.preprocessing import Preprocessing
         from vitcompress.pipeline.report import record_accuracy
 
-        runner, preprocessing = opt.take(options, RunnerOptions), opt.take(options, Preprocessing)
-        settings = accuracy.EvaluateOptions(runner=runner, preprocessing=preprocessing, **options)
+        parts = {"runner": opt.take(options, RunnerOptions), "preprocessing": opt.take(options, Preprocessing)}
+        settings = options_of(accuracy.EvaluateOptions, {**parts, **options}, "evaluate")
         result = accuracy.run(artifacts, settings, progress)
         record_accuracy(artifacts, result, settings, progress)
         drops = list_drops(((f"{test['b']} against {test['a']}", test) for test in result["mcnemar"]), max_drop)

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import Ge, Le
 from torch import nn
 
 from vitcompress import surgery
@@ -15,6 +16,7 @@ from vitcompress.families import Family, family_of
 from vitcompress.io.files import user_path
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
+from vitcompress.io.validation import options_of
 from vitcompress.methods.base import AT_ONCE, Method, StepInfo, reject_unused
 from vitcompress.methods.table import find_method
 from vitcompress.models.checkpoint import read_plan
@@ -50,7 +52,7 @@ class RunOptions:
     structure_only: bool = False
     control: bool = False
     fresh: bool = False
-    expect: float | None = None
+    expect: Annotated[float, Ge(1), Le(100)] | None = None
     preprocessing: Preprocessing = Preprocessing()  # noqa: RUF009 (frozen)
 
     def folder(self, recipe: Recipe) -> Path:
@@ -66,7 +68,7 @@ def apply_options(recipe: Recipe, options: RunOptions, data: Splits | None = Non
     """`recipe` with `options`, as the run folder records it.
 
     data: images from Python. Raises InputError if the weights must be trained and the recipe does not tell how, for a
-    control without training, and if no accuracy can be as expected.
+    control without training, and for options of another type or out of range.
     """
     _check_options(recipe, options)
     weights, class_names = options.weights or recipe.model.weights, options.classes or recipe.model.class_names
@@ -87,11 +89,9 @@ def apply_options(recipe: Recipe, options: RunOptions, data: Splits | None = Non
 
 
 def _check_options(recipe: Recipe, options: RunOptions) -> None:
+    options_of(RunOptions, vars(options), "this run")
     if options.control and options.structure_only:
         raise InputError("--control trains a model, --structure-only trains nothing", hint="leave one of them out")
-    if options.expect is not None and not 1 <= options.expect <= 100:
-        message = f"--expect is {options.expect:g}, which is no accuracy in percent"
-        raise InputError(message, hint="use percent from 1 to 100, as in --expect 87.5")
     if options.weights == "train" and recipe.dense is None:
         message = "--weights train needs a [dense] table with training options, and the recipe has none"
         raise InputError(message, hint="use a checkpoint, hub or random")
