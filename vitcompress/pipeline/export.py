@@ -120,19 +120,21 @@ def _add_costs(
     exported: Exported, result: LayerSearch, changes: Mapping[str, float], write: Write, model: nn.Module
 ) -> Exported:
     """`exported` with its search and the `costs`. changes: of `rank_layers`. write(path, islands=): a file like it."""
-    kept, lines = expand_layers(model, result.chosen or ()), [*exported.build.get("warnings", ())]
-    work, costs = count_by_module(model, input_config(model).size), dict[str, Mapping[str, Any]]()
-    parts = {layer: work[layer.removesuffix(SOFTMAX)] for layer in changes}
-    macs = {name: part.macs - part.macs_linear * name.endswith(SOFTMAX) for name, part in parts.items()}
-    total = sum(macs.values())
+    kept, warnings = expand_layers(model, result.chosen or ()), [*exported.build.get("warnings", ())]
+    work = count_by_module(model, input_config(model).size)
+    macs, costs = dict[str, int](), dict[str, Mapping[str, Any]]()
+    for layer in changes:
+        part = work[layer.removesuffix(SOFTMAX)]
+        macs[layer] = part.macs - part.macs_linear if layer.endswith(SOFTMAX) else part.macs  # attention products alone
     for layer in (layer for layer in changes if is_within(layer, kept)):
         bench = _measure_over(exported, partial(write, islands=tuple(name for name in kept if name != layer)))
         speed: Mapping[str, Any] = {**bench.ratios[0], "a": f"with {layer}", "b": exported.precision} if bench else {}
-        costs[layer] = {"divergence": changes[layer], "macs": (share := macs[layer] / total), "speed": speed}
+        share = macs[layer] / sum(macs.values())
+        costs[layer] = {"divergence": changes[layer], "macs": share, "speed": speed}
         text = f"is {format_speedup(speed)} as fast" if speed else f"has {format_percent(share)} fewer products in them"
-        lines.append(f"{layer} adds {changes[layer]:.2g} nats in eight bits; with it in fp32 the file {text}")
+        warnings.append(f"{layer} adds {changes[layer]:.2g} nats in eight bits; with it in fp32 the file {text}")
     search = asdict(replace(result, costs=costs))
-    return write_sidecar(replace(exported, islands_search=search, build={**exported.build, "warnings": lines}))
+    return write_sidecar(replace(exported, islands_search=search, build={**exported.build, "warnings": warnings}))
 
 
 def _search_layers(

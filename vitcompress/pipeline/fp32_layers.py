@@ -96,9 +96,12 @@ def best_evaluator(exporter: Exporter, original: Original, options: ExportOption
     else:
         suffix, write = ONNX.suffix, partial(export, lean=exporter is ONNX)
         options = replace(options.only(ONNX.uses), precision=options.eight_bits or options.precision)
-        title, proxy, compare = "ONNX Runtime on the CPU", exporter is not ONNX, partial(output_checks, device="cpu")
-        if options.eight_bits != "int8":
-            title, proxy, compare = f"{title}, every result rounded to {options.precision}", True, rounded_checks
+        if options.eight_bits == "int8":
+            title, proxy = "ONNX Runtime on the CPU", exporter is not ONNX
+            compare = partial(output_checks, device="cpu")
+        else:
+            title, proxy = f"ONNX Runtime on the CPU, every result rounded to {options.precision}", True
+            compare = rounded_checks
 
     def evaluate(layers: Layers) -> list[Check]:
         with TemporaryDirectory(prefix="vitcompress-") as folder:

@@ -82,11 +82,12 @@ def metadata_check(path: Path, original: PlannedOriginal, contents: Contents | N
     for source, metadata in stated.items():
         values = decode_json_values(metadata)
         names = values.get("classes")
-        numbered = original.classes is None and isinstance(names, list) and len(names) == count
-        classes = names if numbered else f"{count} names" if original.classes is None else list(original.classes)
+        if original.classes is not None:
+            classes: object = list(original.classes)
+        else:  # any names are accepted if their number is right
+            classes = names if isinstance(names, list) and len(names) == count else f"{count} names"
         digest = unnamed.digest if values.get("plan_sha256") == unnamed.digest else plan.digest
-        own = {**expected, "classes": classes, "plan_sha256": digest}
-        for key, value in {**recorded, **own}.items():
+        for key, value in {**recorded, **expected, "classes": classes, "plan_sha256": digest}.items():
             if values.get(key) != value:
                 problems.append(f"{key} is {values.get(key)!r:.60} in {source}, not {value!r:.60}")
     return problem_check(f"{file_label(path)}.metadata", problems, "preprocessing, classes, plan are those of the run")

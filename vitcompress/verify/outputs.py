@@ -268,12 +268,14 @@ def _runner_checks(path: Path, original: Original, runner: Runner) -> list[Check
     calls = [(rows, runner(images[rows])) for rows in _rows(batches, len(images))]
     stated, on_cpu = str(about["precision"]), about["device"] == "cpu"
     precision = stated if stated in SHARES else "fp32"
+    kinds: list[Kind] = [precision]
     if settings:
-        kinds: list[Kind] = [settings, "bf16"] if stated.endswith("+bf16") else [settings]
-        evaluations = 1
-    else:
+        kinds, evaluations = [settings, "bf16"] if stated.endswith("+bf16") else [settings], 1
+    elif precision == "fp32" and on_cpu:
         # A file that takes bytes has a first convolution that was rounded once more: as in a second evaluation.
-        kinds, evaluations = [precision], (2 if preprocessing else 1) if precision == "fp32" and on_cpu else 0
+        evaluations = 2 if preprocessing else 1
+    else:
+        evaluations = 0
     source = f"{stated} in {about['runtime']} on {about['device']}, batch {', '.join(map(str, batches))}"
     checks = _call_checks(path.name, original, images, calls, kinds, evaluations, source)
     if settings and precision == "int8" and on_cpu:
