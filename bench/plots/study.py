@@ -28,7 +28,7 @@ def draw(study: Row, into: Path) -> list[Path]:
         plan = Plan(study["model"]["arch"], study["model"]["arch_args"], kept=kept, **edits)
         structures.setdefault(run["row"], []).append(describe_structure(plan))
     for curve, rows in grouped(study["rows"]).items():
-        name = re.sub(r"[^a-z0-9]+", "_", curve.lower().replace("+", " plus")).strip("_")  # HetDPT+ -> hetdpt_plus
+        name = re.sub(r"\W+", "_", curve.lower().replace("+", " plus")).strip("_")  # HetDPT+ -> hetdpt_plus
         for panel in TITLES:
             shown = {row["title"]: structures[row["row"]] for row in rows}
             shown = {title: seeds for title, seeds in shown.items() if any(_lost(seed, panel) for seed in seeds)}
@@ -107,7 +107,7 @@ def accuracy_figure(study: Row) -> Any:
         ticks = coarse if len(coarse) > 2 else fine
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
-        _limit_to_majority(axes, rows, key, seeds)
+        _limit_to_majority(axes, study, key, seeds)
     figure.axes[0].invert_xaxis()
     handles, labels = figure.axes[0].get_legend_handles_labels()
     title = "bars: worst to best seed\nhollow: compared with the filled\none of the same color"
@@ -136,13 +136,13 @@ def _curves(rows: Sequence[Row]) -> Iterator[tuple[dict[str, Any], list[Row]]]:
             yield {"color": styles[method][0] if method in styles else "gray", "label": curve, **style}, own
 
 
-def _limit_to_majority(axes: Any, rows: Sequence[Row], key: str, seeds: Mapping[str, Sequence[float]]) -> None:
-    """Limit the vertical axis to rows that are not far below the rest, and name the others."""
+def _limit_to_majority(axes: Any, study: Row, key: str, seeds: Mapping[str, Sequence[float]]) -> None:
+    """Limit the vertical axis to the dense model and rows that are not far below the rest, and name the others."""
     limit = median(min(tops) for tops in seeds.values()) - FAR_BELOW
-    shown = [value for tops in seeds.values() if min(tops) >= limit for value in tops]
+    shown = [100 * study["dense"]["top1_mean"], *(t for tops in seeds.values() if min(tops) >= limit for t in tops)]
     margin = 0.08 * (max(shown) - min(shown)) or 1.0
     axes.set_ylim(min(shown) - margin, max(shown) + margin)
-    for row in rows:
+    for row in study["rows"]:
         if min(seeds[row["row"]]) < limit:
             text = f"{row['curve']}:\n{', '.join(f'{value:.0f}' for value in sorted(seeds[row['row']]))} %"
             place = {"xytext": (-4, 3), "textcoords": "offset points", "ha": "right", "fontsize": 8}

@@ -85,6 +85,7 @@ def test_speed_is_measured_in_one_go_and_once(tiny: Path, whole: tuple[Path, dic
     assert str(folder) not in (folder / "study.json").read_text()
     one = run_study(load_study(str(tiny), rows=["random_2"]), StudyOptions(folder, seeds=1))
     assert one["speed"] == result["speed"] and one["runs"] == result["runs"][1:], "the rows were measured together"
+    assert one["rows"] == [{**result["rows"][1], "against": []}] and not one["pairs"], "a baseline among these rows"
     same = run_study(load_study(str(tiny)), StudyOptions(folder, seeds=1))
     assert same == result
     fewer = run_study(load_study(str(tiny), ["speed.runs=2"]), StudyOptions(folder, seeds=1))
@@ -258,6 +259,7 @@ def test_tables_have_means_counts_and_verdicts(whole: tuple[Path, dict[str, Any]
     page = (folder / "study.md").read_text()
     correct = result["runs"][1]["correct"]
     assert f"{correct} of 540" in page and result["pairs"][0]["verdict"] in page and "McNemar" in page
+    assert results.row_table(result).title == "tiny (seeds: 1, epochs of each run: 2)"
     assert (
         "flips" not in page and len(results.row_table(result).rows) == 3 and len(results.pair_table(result).rows) == 1
     )

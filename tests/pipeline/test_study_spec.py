@@ -54,6 +54,8 @@ def test_wrong_arguments_are_reported_and_nothing_is_written(
     assert error_of(str(tiny), "--rows", "contol") == "the study has no row 'contol', did you mean control?"
     assert error_of(str(tiny), "--rows", "zz1,yy2,xx3,ww4") == "the study has no row 'zz1'", "the first one"
     assert "speed.protocol" in error_of(str(tiny), "--set", "speed.protocol=often")
+    half = "base.export={formats = ['onnx'], precision = 'bf16'}"
+    assert "row control: its file is in bf16, for which CPUExecutionProvider" in error_of(str(tiny), "--set", half)
     assert "row random_2: pruned_layers is 9" in error_of(str(tiny), "--set", "row.1.step.0.pruned_layers=9")
     assert not list(tmp_path.iterdir())
 
@@ -66,7 +68,8 @@ def test_wrong_arguments_are_reported_and_nothing_is_written(
         (("epochs = 2\n", ""), "epochs"),
         (('name = "random_2"', 'name = "control"'), "row control: there are two of this name"),
         (('name = "random_2"', 'name = "Random 2"'), "row.1.name"),
-        (('["Control"]', '["Contrl"]'), "got 'Contrl', expected the curve of a row, did you mean Control?"),
+        (('["Control"]', '["Contrl"]'), "got 'Contrl', expected another row's curve, did you mean Control?"),
+        (('["Control"]', '["random"]'), "row random_2.against   got 'random', expected another row's curve"),
         (("[options.random]", "[options.randm]"), "options.randm   there is no method 'randm', did you mean random?"),
         (("attention = 1", "atention = 1"), "row random_2: step.0.atention"),
         (('distillation = "soft"', 'epochs = 3, distillation = "soft"'), "base.finetune.epochs"),

@@ -14,7 +14,7 @@ from vitcompress.bench.report.records import BenchRecord
 from vitcompress.bench.report.run import read_report
 from vitcompress.exporters.onnx.export import ONNX
 from vitcompress.exporters.runtimes import RunnerOptions, open_runner
-from vitcompress.exporters.sidecar import sidecar_path
+from vitcompress.exporters.sidecar import DENSE, sidecar_path
 from vitcompress.io.files import file_sha256, read_json, write_json, write_text
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
@@ -25,7 +25,6 @@ from vitcompress.pipeline.study.spec import Row, Run, Study
 from vitcompress.training.metrics import mcnemar
 
 SPEED, JSON, MARKDOWN = "speed.json", "study.json", "study.md"
-DENSE = "dense"
 COUNTS = ("correct", "total")  # test images
 SIGNIFICANT = 0.05  # a corrected p-value below it counts as a difference
 HOW_PAIRS_ARE_COMPARED = (
@@ -98,6 +97,8 @@ def write_results(folder: Path, study: Study, runs: Sequence[Run], speed: Speed 
             mask[wrong[name]] = False
             of_rows.setdefault(run.row.name, []).append(mask)
     rows = [_row_record(row, [record for record in records if record["row"] == row.name]) for row in study.rows]
+    for row in rows:
+        row["against"] = [curve for curve in row["against"] if any(other["curve"] == curve for other in rows)]
     for row in rows if any(record["flips"] is not None for record in records) else ():
         test = mcnemar(np.concatenate(models[row["row"]]), np.concatenate(masks[row["row"]]))
         row |= {"only_model": test["only_a"], "only_file": test["only_b"], "p_value": test["p_value"]}
@@ -181,9 +182,7 @@ def compare_rows(rows: Sequence[dict[str, Any]], correct: Mapping[str, Sequence[
     pairs = []
     for row in rows:
         for curve in row["against"]:
-            if not (rivals := [other for other in rows if other["curve"] == curve]):  # not selected
-                continue
-            rival = min(rivals, key=lambda other: abs(other["macs"] - row["macs"]))
+            rival = min((r for r in rows if r["curve"] == curve), key=lambda other: abs(other["macs"] - row["macs"]))
             masks = [correct[one["row"]] for one in (row, rival)]
             differences = [float(a.mean() - b.mean()) for a, b in zip(*masks, strict=True)]
             test = mcnemar(*map(np.concatenate, masks))
@@ -238,7 +237,7 @@ def row_table(study: dict[str, Any]) -> Table:
     correct, total = (sum(seed[key] for seed in dense["seeds"]) for key in COUNTS)
     sizes = (format_count(dense["cost"][key]) for key in ("params", "macs"))
     first = ("dense", "", _format_accuracy(dense), f"{correct} of {total}", *sizes, "1", speed, "")[: len(columns)]
-    title = f"{study['study']}: {study['seeds']} seeds, {study['epochs']} epochs each"
+    title = f"{study['study']} (seeds: {study['seeds']}, epochs of each run: {study['epochs']})"
     return Table(title, tuple(columns), (first, *Table.of("", columns, study["rows"]).rows))
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from vitcompress.bench.plots.study import draw
 from vitcompress.errors import InputError, MissingExtraError, OutputError, VitcompressError
+from vitcompress.exporters.onnx.providers import CPU, PROVIDERS, resolve_precision
 from vitcompress.io.files import read_json, write_json
 from vitcompress.io.progress import SILENT, Progress
 from vitcompress.pipeline.dry_run import dry_run_recipe
@@ -109,6 +110,7 @@ def dry_run_study(
         name = run.row.name
         progress.update("rows checked", number, len(first_seeds), name)
         try:
+            resolve_precision("its file", run.recipe.export.precision, None, PROVIDERS[CPU])  # where speed is measured
             plan = dry_run_recipe(run.recipe, RunOptions(out=run.folder))
         except InputError as error:
             raise InputError(f"row {name}: {error.message}", hint=error.hint) from None

@@ -163,9 +163,9 @@ def _contradictions(tables: _Tables) -> Iterator[str]:
     """Mistakes that involve several tables."""
     names, curves = [row.name for row in tables.row], {row.curve for row in tables.row}
     yield from (f"row {name}: there are two of this name" for name in dict.fromkeys(names) if names.count(name) > 1)
-    for name, curve in ((row.name, curve) for row in tables.row for curve in row.against if curve not in curves):
-        close = did_you_mean(curve, curves)
-        yield f"row {name}.against   got {curve!r}, expected the curve of a row{close}"
+    for own, curve in ((row, curve) for row in tables.row for curve in row.against):
+        if curve not in (others := curves - {own.curve}):
+            yield f"row {own.name}.against   got {curve!r}, expected another row's curve{did_you_mean(curve, others)}"
     finetune = tables.base.get("finetune")
     places = ["base.finetune.epochs"] if isinstance(finetune, dict) and "epochs" in finetune else []
     places += [f"row {row.name}.set" for row in tables.row if "finetune.epochs" in " ".join(row.set)]
