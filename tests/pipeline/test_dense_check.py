@@ -147,7 +147,10 @@ def test_a_finished_run_is_checked_too() -> None:
     run("--out", "run")
     before = tree(Path("run"))
     assert "expected 99 %" in run("--expect", "99", "--out", "run", code=1)["error"]
-    assert "expected 99 %" in check("--expect", "99", "--out", "run", code=1)["failed"]
+    assert (
+        "correct them; a stopped run starts over with --fresh"
+        in check("--expect", "99", "--out", "run", code=1)["failed"]
+    )
     assert check("--expect", "1", "--out", "run")["failed"] is None
     assert tree(Path("run")) == before
 

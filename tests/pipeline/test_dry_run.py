@@ -89,6 +89,17 @@ def test_a_rate_of_stochastic_depth_among_the_arguments_of_the_model_is_a_note()
     assert dry_run(0, *words)["notes"] == []
 
 
+def test_an_impossible_step_is_named_if_there_are_several() -> None:
+    words = ["recipe", "digits_hetdpt_plus", "--dry-run", "--set", "step.3.align.residual=128"]
+    error = expect_error(*words)
+    assert error.startswith("step 4, isomorphic: residual widths must be multiples of 128, but residual has only 64")
+
+
+def test_files_that_this_machine_cannot_run_are_a_note() -> None:
+    (note,) = dry_run(0, "recipe", "small.toml", "--device", "cpu", "--set", "export.precision=bf16")["notes"]
+    assert note.startswith("ONNX files are not evaluated and not measured: a file is in bf16, for which CPUExecution")
+
+
 def test_costs_need_no_data() -> None:
     result = dry_run(0, "recipe", "deit_s_hetdpt")
     assert result["missing"] == [] and result["notes"][0] == "no data folder is set: set it with --data PATH"

@@ -185,8 +185,9 @@ def test_a_removed_file_is_exported_and_verified_again(structure: Path, tmp_path
 @pytest.mark.skipif(EXPORTERS["openvino"].unavailable() is not None, reason="OpenVINO is not installed")
 @pytest.mark.parametrize(("chosen", "measured"), [("[]", []), ('["openvino"]', ["openvino"]), ('["torch"]', ["torch"])])
 def test_models_are_measured_in_the_chosen_runtimes_only(chosen: str, measured: list[str], tmp_path: Path) -> None:
-    result, _ = world.run(tmp_path, 'export.formats=["openvino"]', f"bench.runtimes={chosen}", **STRUCTURE)
+    result, progress = world.run(tmp_path, 'export.formats=["openvino"]', f"bench.runtimes={chosen}", **STRUCTURE)
     assert [entry["rows"][0]["runtime"] for entry in result.report["bench"] or ()] == measured
+    assert len([stage for stage in progress.stages if stage.startswith("Measure ")]) == len(measured)
 
 
 def test_unknown_runtimes_are_rejected(tmp_path: Path) -> None:

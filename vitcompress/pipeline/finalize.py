@@ -99,9 +99,9 @@ def _models(job: Job) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
 
 def bench_models(job: Job) -> None:
     """bench.json: dense and compressed model, measured interleaved, in the exported formats and in torch."""
-    job.progress.stage("Measure dense against compressed")
     table, results = job.recipe.bench, []
     for dense, compressed, device in _pairs(job):
+        job.progress.stage(f"Measure {compressed.name} against {dense.name}")
         runner, seed = RunnerOptions(device=device), job.recipe.run.seed
         options = suite.BenchOptions(table.protocol, table.batch, table.warmup, table.runs, runner, seed=seed)
         result = suite.run((dense, compressed), options, job.progress).to_dict()

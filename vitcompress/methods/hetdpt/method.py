@@ -71,7 +71,7 @@ def allocate(model: nn.Module, context: Context, options: AllocationOptions) -> 
     lead = "the only split" if allocation["margin"] is None else f"best by {allocation['margin']:.2f} points"
     certainty = f"{lead}, cross-validation error {allocation['rmse']:.2f}"
     others = f"; within that error as well: {', '.join(rivals)}" if rivals else ""
-    context.progress.note(f"budget: {attentions} attentions + {activations} activations ({certainty}){others}")
+    context.progress.note(f"budget, attentions + activations: {attentions}+{activations} ({certainty}){others}")
     return records, (attentions, activations)
 
 
