@@ -98,6 +98,7 @@ def test_values_of_no_allowed_type_are_rejected(
         ("bench", {"fail_under": -1.0}, "fail_under   got -1.0, expected more than 0"),
         ("bench", {"threads": 0}, "threads   got 0, expected 1 or more"),
         ("count_cost", {"input_size": [1, -8, 8]}, "input_size.1   got -8, expected 1 or more"),
+        ("plan", {"folder": "a\0b"}, "the path a\\x00b contains a NUL character"),
         ("evaluate", {"data": {1: 2}}, "a batch is int instead of two tensors"),
     ],
 )

@@ -16,7 +16,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from vitcompress.errors import ArtifactError, OutputError
+from vitcompress.errors import ArtifactError, InputError, OutputError
 
 try:
     import fcntl
@@ -32,7 +32,9 @@ LARGEST_INT = 2**63 - 1
 
 
 def user_path(path: str | Path) -> Path:
-    """`path` of a user or a recipe: shells replace `~` and `~user`, Python does not. Unknown users stay as they are."""
+    """`path` of a user or a recipe, with its `~` or `~user` replaced. Raises InputError for a NUL character."""
+    if "\0" in str(path):
+        raise InputError(f"the path {path} contains a NUL character", hint="leave it out")
     return Path(os.path.expanduser(path))  # noqa: PTH111 - Path.expanduser raises RuntimeError for an unknown user
 
 
