@@ -60,7 +60,7 @@ def structure_figure(structure: Structure, title: str) -> Any:
 
 
 def draw_panel(axes: Any, structure: Structure, panel: Panel) -> None:
-    """One square per layer (kept, replaced, removed) or width (remaining share in percent); the last column sums."""
+    """One square per layer (kept, replaced, removed) or width (remaining share in percent); last column: total."""
     from matplotlib.patches import Rectangle
 
     rows = _rows(structure, panel)
@@ -77,7 +77,7 @@ def draw_panel(axes: Any, structure: Structure, panel: Panel) -> None:
     axes.set(xlim=(-0.1, count + 1.6), ylim=(len(rows) + 0.1, -0.1))
     axes.set_yticks([row + 0.5 for row in range(len(rows))], list(rows))
     numbers = [re.split("[._]", path)[-1] for path in structure.blocks]
-    axes.set_xticks([*(n + 0.5 for n in range(count)), count + 1.0], [*numbers, "all"], fontsize="small")
+    axes.set_xticks([*(n + 0.5 for n in range(count)), count + 1.0], [*numbers, "total"], fontsize="small")
     axes.tick_params(length=0)
     for edge in axes.spines.values():
         edge.set_visible(False)

@@ -102,7 +102,7 @@ def test_a_pool_follows_the_blocks() -> None:
     assert structure.stages == (3,) and structure.total("residual") == Width(12, 16)
     assert structure.total("mlp") == Width(3 * 32 + 8, 4 * 32) and structure.layers["attention"][-1] is None
     figure = structure_figure(structure, "pooled")
-    assert [tick.get_text() for tick in figure.axes[1].get_xticklabels()] == ["0", "1", "2", "pool", "all"]
+    assert [tick.get_text() for tick in figure.axes[1].get_xticklabels()] == ["0", "1", "2", "pool", "total"]
     assert "2/3" in texts(figure)
 
 
