@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,7 +9,6 @@ from vitcompress.bench.report import records
 from vitcompress.exporters.sidecar import DENSE
 from vitcompress.io.text import NONE, Columns, Table, format_percent, format_rate, format_shape, shorten_names
 
-_pattern = partial(re.sub, r"\d+", "*")  # blocks.0.mlp -> blocks.*.mlp
 SETTINGS = ("runtime", "device", "precision", "threads", "input_type", "compile", "cuda_graph")
 
 
@@ -128,6 +126,11 @@ def _tensor_rows(tensor: records.TensorRecord, files: Sequence[str]) -> Iterator
         where = "all" if len(names) == len(files) > 1 else ", ".join(names) or NONE
         shapes = (NONE if shape is None else format_shape(shape) for shape in (tensor["planned"], tensor["torch"]))
         yield tensor["change"], dense, *shapes, form, where
+
+
+def _pattern(name: str) -> str:
+    """`blocks.0.mlp` -> `blocks.*.mlp`"""
+    return re.sub(r"\d+", "*", name)
 
 
 def _merge_names(names: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from annotated_types import Ge, Le
 from torch import nn
 
 from vitcompress import surgery
-from vitcompress.errors import DeviceError, InputError, WeightsError
+from vitcompress.errors import DeviceError, InputError, PlanError, WeightsError
 from vitcompress.exporters.doctor import onnx_problem
 from vitcompress.exporters.onnx.providers import choose_provider, resolve_precision
 from vitcompress.families import Family, family_of
@@ -199,8 +199,9 @@ class Job:
     @cached_property
     def onnx_problem(self) -> str | None:
         """Why ONNX Runtime cannot use the run's device, with the fix; None if it can."""
-        apple = "recipes use Apple GPUs for torch alone" if self.runtime.device.type == "mps" else None
-        return apple or onnx_problem(str(self.runtime.device))
+        if self.runtime.device.type == "mps":
+            return "recipes use Apple GPUs for torch alone"
+        return onnx_problem(str(self.runtime.device))
 
     @property
     def onnx_device(self) -> str:
@@ -220,11 +221,13 @@ class Job:
                 yield f"warmup_epochs is {own.warmup_epochs} of {own.epochs} epochs: the learning rate never peaks."
             if own.epochs and own.schedule == "cosine" and own.min_lr > own.peak_lr:
                 yield f"min_lr is {own.min_lr:g}, the peak {own.peak_lr:g}: the learning rate stays at the peak."
-        if "onnx" in (table := self.recipe.export).formats:
+        if "onnx" in self.recipe.export.formats:
             if self.onnx_problem:
-                yield f"ONNX Runtime uses the CPU, it does not work on {self.runtime.device}: {self.onnx_problem}."
+                reason = f"ONNX Runtime does not work on {self.runtime.device} here ({self.onnx_problem})"
+                yield f"ONNX files are evaluated and measured on the CPU: {reason}."
             try:
-                resolve_precision("a file", table.precision, None, choose_provider(self.onnx_device, None)[0])
+                provider, precision = choose_provider(self.onnx_device, None)[0], self.recipe.export.precision
+                resolve_precision("a file", precision, None, provider)
             except DeviceError as error:
                 yield f"ONNX files are not evaluated and not measured: {error.message}."
 
@@ -249,8 +252,9 @@ def create_job(recipe: Recipe, options: RunOptions, runtime: Runtime, progress: 
             steps.append(JobStep(number, method, step.options, info, folder, model, delta))
             model, plan = surgery.apply_to_copy(model, delta), plan.then(delta)
     except InputError as error:  # steps may be impossible only without the weights' arguments
-        place = f"step {number + 1}, {step.method}: " * (len(recipe.steps) > 1)
-        raise problem or type(error)(f"{place}{error.message}", hint=error.hint) from None
+        if problem is None and isinstance(error, PlanError) and len(recipe.steps) > 1:
+            raise PlanError(f"step {number + 1}, {step.method}: {error.message}", hint=error.hint) from None
+        raise problem or error from None
     about = (resolved, problem, base, files, family, tuple(steps), plan, blank, model)
     return Job(recipe, options, runtime, progress, data, *about)
 
