@@ -118,6 +118,9 @@ def validate_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
         bound.arguments = {name: values[name] for name in bound.arguments}
         return function(*bound.args, **bound.kwargs)
 
+    plain = typing.get_type_hints(function)  # without limits of numbers, which `help` would print as objects
+    shown = [parameter.replace(annotation=plain[name]) for name, parameter in signature.parameters.items()]
+    vars(call)["__signature__"] = signature.replace(parameters=shown, return_annotation=plain["return"])
     call.__module__ = "vitcompress"  # where pickle finds it
     return call
 
