@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal, cast, get_args
 from annotated_types import Ge, Le
 from pydantic import BeforeValidator
 
-from vitcompress.io.validation import Doc, UserPath, Whole
+from vitcompress.io.validation import WHOLE, Doc, UserPath
 
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "int8", "int8+bf16", "fp8"]
 Calibration = Literal["minmax", "percentile", "entropy", "mse"]
-Positive = Annotated[Whole, Ge(1), Le(2**20)]
+Positive = Annotated[int, Ge(1), Le(2**20), WHOLE]
 AUTO = "auto"
 EightBits = Literal["int8", "fp8"]
 EIGHT_BITS = get_args(EightBits)

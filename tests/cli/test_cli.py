@@ -130,7 +130,9 @@ def test_recipes_are_listed_and_shown() -> None:
 
 
 def test_the_schema_of_recipes_knows_all_methods() -> None:
-    schema = json.loads(invoke("recipes", "schema").stdout)
+    text = invoke("recipes", "schema").stdout
+    assert '"minimum"' in text and '"ge"' not in text, "limits have the names of JSON Schema"
+    schema = json.loads(text)
     methods = {step["properties"]["method"]["const"] for step in schema["properties"]["step"]["items"]["oneOf"]}
     assert schema["required"] and methods >= {"hetdpt", "nose", "isomorphic", "sero", "upvit"}
 

@@ -152,11 +152,9 @@ def test_there_are_no_silent_fallbacks(folder: Path, artifact: str, options: dic
     [
         ("model.onnx", {"compile": True}),
         ("model.onnx", {"sdpa": "math"}),
-        ("model.onnx", {"threads": 0}),
         ("", {"provider": "CPUExecutionProvider"}),
         ("", {"precision": "fp8"}),
         ("", {"sdpa": "quick"}),
-        ("", {"threads": -1}),
     ],
 )
 def test_settings_of_another_runtime_are_rejected(folder: Path, artifact: str, options: dict[str, object]) -> None:

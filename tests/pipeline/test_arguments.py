@@ -78,7 +78,7 @@ def test_values_of_no_allowed_type_are_rejected(
         ("verify", {"folder": None}, "folder   got None, expected text or a Path"),
         ("verify", {"folder": MODEL}, "folder   got a value of type VisionTransformer, expected text or a Path"),
         ("evaluate", {"workers": -1}, "workers   got -1, expected 0 or more"),
-        ("finetune", {"workers": np.int64(-1)}, "expected 0 or more"),
+        ("finetune", {"workers": np.int64(-1)}, "workers   got -1, expected 0 or more"),
         ("finetune", {"amp": "fp8"}, "amp   got 'fp8', expected one of none, fp16, bf16"),
         ("plan", {"device": 3}, "device   got 3, expected text or a device"),
         ("plan", {"seed": "a"}, "seed   got 'a', expected a whole number"),

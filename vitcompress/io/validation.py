@@ -53,8 +53,8 @@ def Matching(pattern: str) -> Any:
     return Field(pattern=pattern)
 
 
-# Whole numbers of Python or NumPy.
-Whole = Annotated[int, BeforeValidator(lambda n: int(n) if isinstance(n, Integral) and not isinstance(n, bool) else n)]
+# Numbers of NumPy become those of Python. It follows the limits of an int, which a JSON Schema would otherwise lack.
+WHOLE = BeforeValidator(lambda n: n if isinstance(n, bool) or not isinstance(n, Integral) else int(n))
 UserPath = Annotated[Path, AfterValidator(user_path)]
 
 

@@ -23,7 +23,7 @@ from vitcompress.families import prepare_model, reject_wrapper, unwrap
 from vitcompress.families.lookup import copy_model
 from vitcompress.io.tensors import LIBRARY_ERRORS
 from vitcompress.io.text import format_shape
-from vitcompress.io.validation import Whole, create_table, validate
+from vitcompress.io.validation import WHOLE, create_table, validate
 from vitcompress.models.arguments import allowed_arguments
 from vitcompress.models.preprocessing import NAMES, Crop, Filter
 from vitcompress.models.weights import USE_FILE, check_hub, load_weights
@@ -33,7 +33,7 @@ NOISE = 0.1  # standard deviation for `randomize_constants`: small compared with
 OVERLAY, LABELS = "pretrained_cfg_overlay", "label_names"  # argument of timm.create_model, and a key in it
 INITIALIZERS = {"uniform_", "normal_", "erfinv_", "mul_", "add_", "clamp_", "fill_", "zero_"}
 LARGEST = 2**14
-Side = Annotated[Whole, Ge(1), Le(LARGEST)]  # pixels, or channels
+Side = Annotated[int, Ge(1), Le(LARGEST), WHOLE]  # pixels, or channels
 Size = tuple[int | range | None, ...]  # channels, height and width of images: a number, multiples, or any
 CHANGE = "change the argument in model.args, as in --set model.args.NAME=VALUE"
 MOST_PARAMETERS = 2**36  # ten times as many as the largest model of timm

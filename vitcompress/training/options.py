@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from vitcompress.io.validation import Doc, Matching, Whole
+from vitcompress.io.validation import WHOLE, Doc, Matching
 from vitcompress.models.preprocessing import Preprocessing
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ Share = Annotated[float, Ge(0), Le(1)]
 Fraction = Annotated[float, Ge(0), Lt(1)]
 Area = Annotated[float, Gt(0), Le(1)]
 Aspect = Annotated[float, Gt(0)]
-Seed = Annotated[Whole, Ge(0), Le(2**63 - 1)]
-Workers = Annotated[Whole, Ge(0), Le(1024)]
+Seed = Annotated[int, Ge(0), Le(2**63 - 1), WHOLE]
+Workers = Annotated[int, Ge(0), Le(1024), WHOLE]
 Distillation = Literal["none", "hard", "soft", "soft_patch", "features"]
 
 
