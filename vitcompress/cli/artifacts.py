@@ -154,7 +154,7 @@ def sign(artifact: Path, key: Any) -> int:
 @opt.option(
     "--fail-under",
     "Exit code 1 if the lower bound of the 95 % interval of any speed-up over the first artifact is below R.",
-    float,
+    click.FloatRange(0, min_open=True),
     "R",
 )
 @opt.option("--precision", "fp32, tf32, fp16, bf16 (default: the file's, fp32 in torch).", opt.parse_name, "PRECISION")

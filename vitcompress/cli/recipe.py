@@ -41,7 +41,9 @@ from vitcompress.io.run_folder import RunFolder
 )
 @opt.max_drop_option
 @opt.preprocessing_options
-@opt.option("--expect", "Stop if the dense model is worse than this on the test images.", float, "PERCENT")
+@opt.option(
+    "--expect", "Stop if the dense model is worse than this on the test images.", click.FloatRange(1, 100), "PERCENT"
+)
 @opt.flag(
     "--check", "With --dry-run: load the weights and measure the dense model, as a run does. --expect implies it."
 )
