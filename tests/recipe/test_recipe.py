@@ -283,6 +283,7 @@ def test_a_set_of_an_option_that_another_choice_disables_is_a_problem() -> None:
     [
         ("lr=0.1", "lr_base=0.1", "lr_base is set"),
         ("min_lr=0.0", "schedule=constant", "schedule is 'constant'"),
+        ("warmup_lr=0.1", "warmup_epochs=0", "warmup_epochs is 0"),
         ("alpha=0.3", "distillation=none", "distillation is 'none'"),
         ("label_weight=0.3", "distillation=none", "distillation is 'none'"),
         ("temperature=2.0", "distillation=hard", "distillation is 'hard'"),
@@ -293,7 +294,8 @@ def test_a_set_of_an_option_that_another_choice_disables_is_a_problem() -> None:
 def test_a_set_of_a_training_option_that_another_one_disables_is_a_problem(
     file: Path, assignment: str, other: str, reason: str
 ) -> None:
-    used = ["finetune.teacher=dense", "finetune.distillation=soft_patch", f"finetune.{assignment}"]
+    used = ["finetune.teacher=dense", "finetune.distillation=soft_patch", "finetune.warmup_epochs=1"]
+    used += [f"finetune.{assignment}"]
     if "teacher_smoothing" in assignment:
         used[1] = "finetune.distillation=hard"
     load_recipe(str(file), used)
