@@ -81,14 +81,15 @@ def export(
         from vitcompress.io.files import lock_file
         from vitcompress.io.manifest import record_changes
         from vitcompress.io.run_folder import RunFolder
+        from vitcompress.io.validation import options_of
         from vitcompress.pipeline.export_folder import export_folder, sign_artifact, verify_export
         from vitcompress.pipeline.fastest import FASTEST, FORMATS, choose_fastest, options_for
         from vitcompress.pipeline.report import refresh_reports
 
-        key = options.pop("sign")
-        settings = ExportOptions(**{name: value for name, value in options.items() if value not in (None, ())})
-        candidates: list[Any] = []
-        if settings.precision == FASTEST:
+        key, fastest = options.pop("sign"), options["precision"] == FASTEST
+        stated = {name: value for name, value in options.items() if value not in (None, (), FASTEST)}
+        settings, candidates = options_of(ExportOptions, stated, "export"), list[Any]()
+        if fastest:
             fitting = tuple(name for name in FORMATS if not out or EXPORTERS[name].file_suffix == out.suffix)
             formats = (form,) if form else fitting or FORMATS
             best, candidates = choose_fastest(folder, formats, settings, dense=dense, progress=progress)
