@@ -256,10 +256,14 @@ def test_a_file_with_logits_of_every_token_is_not_evaluated(tmp_path: Path) -> N
         vc.evaluate(file, batches())
 
 
-def test_mistakes_in_options_list_the_options() -> None:
-    with pytest.raises(InputError, match="keep_heads") as error:
-        vc.plan(model(), "magnitude", keep_heads=2)
+def test_mistakes_in_options_list_what_is_allowed() -> None:
+    """Names of options for an unknown one, values for a wrong value."""
+    with pytest.raises(InputError, match="keep_head   unknown key, did you mean keep_heads") as error:
+        vc.plan(model(), "magnitude", keep_head=0.5)
     assert error.value.hint.startswith("options: target, ") and error.value.hint.endswith(", keep_heads")
+    with pytest.raises(InputError, match="keep_heads   got 2, expected less than 1") as error:
+        vc.plan(model(), "magnitude", keep_heads=2)
+    assert error.value.hint is None
 
 
 def test_methods_without_images_say_so() -> None:

@@ -93,7 +93,7 @@ def options_of(kind: type[Any], values: Mapping[str, object], what: str) -> Any:
     options = validate_options(kind, plain, "  ", problems)
     if options is None:
         text = "\n".join([f"the options of {what} are invalid:", *problems])
-        raise InputError(text, hint=f"options: {', '.join(field.name for field in fields(kind))}")
+        raise InputError(text, hint=f"options: {', '.join(kind.__dataclass_fields__)}" if UNKNOWN_KEY in text else None)
     return options
 
 
