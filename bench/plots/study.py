@@ -29,6 +29,8 @@ def draw(study: Row, into: Path) -> list[Path]:
         structures.setdefault(run["row"], []).append(describe_structure(plan))
     for curve, rows in grouped(study["rows"]).items():
         name = re.sub(r"\W+", "_", curve.lower().replace("+", " plus")).strip("_")  # HetDPT+ -> hetdpt_plus
+        while any(path.name.startswith(f"{name}-") for path in paths):  # of another curve: "a b", "A-B"
+            name += "_2"
         for panel in TITLES:
             shown = {row["title"]: structures[row["row"]] for row in rows}
             shown = {title: seeds for title, seeds in shown.items() if any(_lost(seed, panel) for seed in seeds)}

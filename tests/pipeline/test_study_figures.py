@@ -1,5 +1,6 @@
 """Studies: which differences count as real, and which rows are plotted together."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -61,3 +62,20 @@ def test_rows_that_are_compared_with_nothing_have_marks_of_their_own_and_a_short
         marks = {bars.get_label(): bars.lines[0].get_marker() for bars in axes.containers}
         assert marks["control"] == "*" and len(set(marks.values())) == 3
         assert len(axes.get_xticks()) > 2
+
+
+def test_every_curve_has_pictures_of_its_own(tmp_path: Path) -> None:
+    """The names of these three have the same letters."""
+    curves = ("A B", "a-b", "A.b!")
+    rows = [
+        {**dict.fromkeys(("row", "title", "curve"), name), "against": against, "macs": 1, "macs_ratio": 0.9}
+        for name, against in (("control", []), *((curve, ["control"]) for curve in curves))
+    ]
+    edits = {"removed": {"blocks.0.attn": "drop"}, "folded": [], "heads": {}, "kept": {}}
+    runs = [{"row": row["row"], "correct": 7, "total": 10, **edits} for row in rows]
+    args = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
+    model = {"arch": "vit_tiny_patch16_224", "arch_args": args}
+    whole = {"model": model, "rows": rows, "runs": runs, "speed": None, "dense": {"top1_mean": 0.9}}
+    paths = study.draw(whole, tmp_path)
+    assert [path.name for path in paths] == ["accuracy.png", *(f"a_b{n}-layers.png" for n in ("", "_2", "_2_2"))]
+    assert sorted(paths) == sorted(tmp_path.iterdir())
