@@ -25,6 +25,7 @@ import torch
 from PIL import Image
 from torch import Tensor, distributed, nn
 from torch.nn.utils.prune import l1_unstructured
+from torch.utils.data import Subset, TensorDataset
 
 import vitcompress as vc
 from vitcompress.errors import DataError, DeviceError, InputError, PlanError, VitcompressError
@@ -222,7 +223,7 @@ def test_models_with_other_names_than_those_of_timm_are_planned_as_those_of_crea
             "16 images have labels of shape 5 ",
         ),
         (lambda: vc.plan(model(), "isomorphic", [(batches()[0][0], torch.rand(16))]), "float32"),
-        (lambda: vc.plan(model(), "isomorphic", []), "batches"),
+        (lambda: vc.plan(model(), "isomorphic", []), "the data set is empty"),
         (
             lambda: vc.finetune(model().requires_grad_(False), batches(), epochs=1),
             "no parameter of the model requires gradients",
@@ -269,6 +270,19 @@ def test_mistakes_in_options_list_what_is_allowed() -> None:
 def test_methods_without_images_say_so() -> None:
     with pytest.raises((InputError, DataError), match=r"data|images"):
         vc.plan(model(), "isomorphic", align=FINE, device="cpu")
+
+
+def test_an_empty_data_set_is_rejected(tmp_path: Path) -> None:
+    empty = Subset(TensorDataset(*batches()[0]), [])
+    for call in (
+        lambda: vc.finetune(model(), empty, epochs=1),
+        lambda: vc.finetune(model(), batches(), empty, epochs=1),
+        lambda: vc.evaluate(model(), empty),
+        lambda: vc.plan(model(), "isomorphic", empty, align=FINE),
+        lambda: vc.export(model(), tmp_path / "model.onnx", data=empty),
+    ):
+        with pytest.raises(DataError, match="the data set is empty"):
+            call()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torchvision import transforms
 from vitcompress.errors import DataError, InputError
 from vitcompress.models.create import InputConfig
 from vitcompress.training.data import open_data, open_test, subset
-from vitcompress.training.datasets import ArrayImages, Images, as_images
+from vitcompress.training.datasets import ArrayImages, Images, MappedImages, as_images
 from vitcompress.training.distributed import Runtime
 from vitcompress.training.loaders import BatchLoader, EvalLoader, TrainLoader, image_transform, open_source
 from vitcompress.training.options import Augmentation, DataOptions
@@ -410,6 +410,8 @@ def test_an_iterable_of_batches_becomes_a_data_set() -> None:
         open_source(iter(batches), CPU)
     with pytest.raises(DataError, match=r"not \(image, class\) pairs"):
         as_images([1, 2, 3])
+    with pytest.raises(DataError, match="data source timm:torch/mnist is empty"):
+        MappedImages([], "data source timm:torch/mnist")
 
 
 def test_tinted_images_are_the_same_in_every_run_and_share_no_source() -> None:

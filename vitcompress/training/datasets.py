@@ -110,7 +110,7 @@ class MappedImages(Images):
 
     def __init__(self, dataset: Any, name: str) -> None:
         self.name = name
-        if not is_map_style(dataset):
+        if not is_map_style(dataset, name):
             message = f"{name} is a stream; images must be reachable by index"
             raise DataError(message, hint="use an image folder, torch/... or hfds/...")
         try:
@@ -142,13 +142,14 @@ class MappedImages(Images):
         return image if self.prepared else decode(image, f"{index} of {self.name}"), int(label)
 
 
-def is_map_style(data: Any) -> bool:
-    """Whether `data` has a length and gives one (image, class) pair per index; a list of batches is not map-style."""
+def is_map_style(data: Any, name: str = "the data set") -> bool:
+    """Whether `data` gives one (image, class) pair per index, not batches. Raises DataError if it is empty."""
     if isinstance(data, Mapping) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         return False
-    first = data[0] if len(data) else None
-    is_batch = isinstance(first, tuple | list) and isinstance(first[0], Tensor) and first[0].ndim == 4
-    return first is not None and not is_batch
+    if not len(data):
+        raise DataError(f"{name} is empty", hint="at least one image is needed")
+    first = data[0]
+    return not (isinstance(first, tuple | list) and isinstance(first[0], Tensor) and first[0].ndim == 4)
 
 
 def check_labels(labels: Any, classes: int) -> None:
