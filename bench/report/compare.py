@@ -48,7 +48,8 @@ def compare_runs(runs: Mapping[str, Report]) -> Comparison:
         for run, report in members:
             rows.append((names[run], *[title] * several, *_cells(report, "compressed", largest)))
             if _accuracy(report, "control"):
-                control = f"{names[run]}: control (dense, +{report.get('extra_epochs')} epochs)"
+                extra = report.get("extra_epochs")
+                control = f"{names[run]}: control (dense, +{extra} epoch{'s' * (extra != 1)})"
                 rows.append((control, *[title] * several, *_cells(report, "control", largest)))
     columns = [COLUMNS[0], *["dense model"] * several, *COLUMNS[1:]]
     left_out = {run: reason for run, report in runs.items() if (reason := _gap(report))}

@@ -112,14 +112,18 @@ STARTS: tuple[tuple[int | None, str | None], ...] = (
 
 
 class RecordedProgress(Progress):
-    """Records stages and notes."""
+    """Records stages, their parts and notes."""
 
     def __init__(self) -> None:
         self.stages: list[str] = []
+        self.labels: list[str] = []
         self.notes: list[str] = []
 
     def stage(self, title: str) -> None:
         self.stages.append(title)
+
+    def update(self, label: str, done: int, total: int, text: str = "") -> None:
+        self.labels.append(label)
 
     def note(self, text: str) -> None:
         self.notes.append(text)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from tiny_study import TINY
-from whole_runs import ENVIRONMENT
+from whole_runs import ENVIRONMENT, RecordedProgress
 
 from vitcompress import cli
 from vitcompress.bench.plots.study import accuracy_figure
@@ -86,8 +86,9 @@ def test_speed_is_measured_in_one_go_and_once(tiny: Path, whole: tuple[Path, dic
     one = run_study(load_study(str(tiny), rows=["random_2"]), StudyOptions(folder, seeds=1))
     assert one["speed"] == result["speed"] and one["runs"] == result["runs"][1:], "the rows were measured together"
     assert one["rows"] == [{**result["rows"][1], "against": []}] and not one["pairs"], "a baseline among these rows"
-    same = run_study(load_study(str(tiny)), StudyOptions(folder, seeds=1))
-    assert same == result
+    progress = RecordedProgress()
+    same = run_study(load_study(str(tiny)), StudyOptions(folder, seeds=1), progress)
+    assert same == result and progress.labels == []
     fewer = run_study(load_study(str(tiny), ["speed.runs=2"]), StudyOptions(folder, seeds=1))
     assert [row["runs"] for row in fewer["speed"]["rows"]] != [row["runs"] for row in result["speed"]["rows"]]
     again = run_study(load_study(str(tiny)), StudyOptions(folder, seeds=1, speed="again"))

@@ -82,7 +82,7 @@ def run_study(study: Study, options: StudyOptions, progress: Progress = SILENT) 
     remaining = [run for run in runs if not run.is_done]
     for run in remaining:
         check_named(run.recipe.data)
-    if missing := dry_run_study(study, options, progress, remaining).missing:
+    if remaining and (missing := dry_run_study(study, options, progress, remaining).missing):
         raise InputError("; ".join(missing), hint="`vitcompress study NAME --dry-run` shows what a study needs")
     with claim_folder(folder):
         write_json(folder / MARK, {"study": study.name})
