@@ -21,6 +21,7 @@ from whole_runs import ENVIRONMENT, RecordedProgress
 from vitcompress import cli
 from vitcompress.bench.plots.study import accuracy_figure
 from vitcompress.bench.report import run as reports
+from vitcompress.bench.report.files import pairs
 from vitcompress.errors import OutputError, VitcompressError
 from vitcompress.exporters.runtimes import open_runner
 from vitcompress.exporters.sidecar import read_sidecar
@@ -93,6 +94,17 @@ def test_speed_is_measured_in_one_go_and_once(tiny: Path, whole: tuple[Path, dic
     assert [row["runs"] for row in fewer["speed"]["rows"]] != [row["runs"] for row in result["speed"]["rows"]]
     again = run_study(load_study(str(tiny)), StudyOptions(folder, seeds=1, speed="again"))
     assert again["speed"] != result["speed"] and again["pairs"] == result["pairs"]
+
+
+def test_reports_take_the_speeds_of_a_study(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    folder, speeds = whole[0], read_json(whole[0] / "speed.json")
+    run, other = str(folder / "random_2-seed0"), tmp_path / "other.json"
+    done = CliRunner().invoke(cli.main, ["report", run, "--json", "--bench", str(folder / "speed.json")])
+    (entry,) = json.loads(done.stdout)["runs"][run]["bench"]
+    assert [ratio["median"] for _, _, ratio in pairs(entry)] == [speeds["ratios"][1]["median"]]
+    other.write_text(json.dumps({**speeds, "rows": [{**row, "sha256": "0" * 64} for row in speeds["rows"]]}))
+    done = CliRunner().invoke(cli.main, ["report", run, "--json", "--bench", str(other)])
+    assert done.exit_code == 2 and "no measurement of the present files of" in json.loads(done.stdout)["error"]
 
 
 def test_mistakes_are_those_that_accuracy_counts(whole: tuple[Path, dict[str, Any]]) -> None:

@@ -16,7 +16,7 @@ from vitcompress.bench.report import page, records
 from vitcompress.bench.report import run as reports
 from vitcompress.bench.report.files import SETTINGS, match_rows
 from vitcompress.bench.report.records import ArtifactRecord, BenchRecord, BenchRow, FileAccuracy, Report
-from vitcompress.errors import VitcompressError, first_line
+from vitcompress.errors import InputError, VitcompressError, first_line
 from vitcompress.exporters.runtimes import exported_files
 from vitcompress.exporters.sidecar import DENSE, find_mismatches, usable_sidecar
 from vitcompress.io.files import file_sha256, lock_file, read_json, signed_files, user_path, write_json
@@ -147,14 +147,17 @@ def _note_errors(folder: Path, progress: Progress) -> Iterator[None]:
 
 def read_reports(folders: Sequence[str], bench: Path | None, progress: Progress) -> dict[str, Report]:
     """The reports of run folders as they are now. bench: output of `vitcompress bench --json`, whose measurements of
-    their files come before those in the folders.
+    their files come before those in the folders. Raises InputError if it has none.
     """
     extra = reports.read_benchmarks(bench, BenchRecord) if bench else []
     runs: dict[str, Report] = {folder: reports.read_report(Path(folder)) for folder in folders}
+    own = {folder: match_rows(extra, list_names(Path(folder), report)) for folder, report in runs.items() if extra}
+    if bench and not any(own.values()):
+        message = f"{bench} has no measurement of the present files of {', '.join(folders)}"
+        raise InputError(message, hint="`vitcompress bench DIR/dense.onnx DIR/model.onnx --json` measures them")
     for folder in folders:  # after all were read: if one cannot be used, nothing changes
         report = refresh_report(Path(folder), progress)
-        own = match_rows(extra, list_names(Path(folder), report)) if extra else []
-        runs[folder] = {**report, "bench": [*own, *(report.get("bench") or ())] or None}
+        runs[folder] = {**report, "bench": [*own.get(folder, ()), *(report.get("bench") or ())] or None}
     return runs
 
 
@@ -188,24 +191,22 @@ def current_report(folder: Path, report: Report) -> Report:
 
 
 def list_names(folder: Path, report: Report | None = None) -> dict[str, list[str]]:
-    """SHA-256 -> names, relative to the run folder, of its exported files and of the weights of both models."""
-    paths = [*exported_files(folder, "model"), *exported_files(folder, DENSE), RunFolder(folder).weights]
-    names: dict[str, list[str]] = {}
-    for path in filter(Path.is_file, paths):
-        names.setdefault(file_sha256(path), []).append(path.name)
+    """SHA-256 -> names, relative to the run folder, of the exported files and the weights of both models."""
+    folder, names = folder.resolve(), dict[str, list[str]]()
     dense, sha256 = _dense_weights(folder, report or cast(Report, {}))
-    if sha256:
-        names.setdefault(sha256, []).append(dense)
+    exports = [*exported_files(folder, "model"), *exported_files(folder, DENSE), *exported_files(dense.parent, "model")]
+    hashes = {path: file_sha256(path) for path in (*exports, RunFolder(folder).weights) if path.is_file()}
+    for path, known in (hashes | ({dense: sha256} if sha256 else {})).items():
+        names.setdefault(known, []).append(os.path.relpath(path, folder))
     return names
 
 
-def _dense_weights(folder: Path, report: Report) -> tuple[str, str | None]:
-    """Path of the dense model's weights, relative to the run folder, and their hash: as recorded if they are gone."""
+def _dense_weights(folder: Path, report: Report) -> tuple[Path, str | None]:
+    """The dense model's weights, and their hash: as recorded if they are gone."""
     path = RunFolder(dense_folder_of_run(folder)).weights
     rows = (row for entry in report.get("bench") or () for row in entry["rows"])
     recorded = report.get("dense_sha256") or next((row["sha256"] for row in rows if row["runtime"] == "torch"), None)
-    sha256 = file_sha256(path) if path.is_file() else recorded
-    return os.path.relpath(path.resolve(), folder.resolve()), sha256
+    return path, file_sha256(path) if path.is_file() else recorded
 
 
 def _artifact(
