@@ -143,6 +143,16 @@ def test_another_pooling_is_saved(name: str, tmp_path: Path) -> None:
     assert torch.equal(logits(load_model(tmp_path / "pooled"), x), logits(pooled, x))
 
 
+def test_a_pruned_pooling_cannot_be_exchanged(tmp_path: Path) -> None:
+    args: dict[str, Any] = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 1, "num_heads": 2}
+    model = vc.create_model("vit_base_patch16_siglip_224", num_classes=3, **args)
+    pooled = vc.prune(model, vc.plan(model, "magnitude", keep_heads=0.5, device="cpu"))
+    pooled.reset_classifier(3, "avg")
+    with pytest.raises(PlanError, match=r"attn_pool: the model has no such attention") as caught:
+        save_model(pooled, tmp_path / "pooled")
+    assert "`reset_classifier` with another pooling" in str(caught.value.hint) and not any(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("classes", [None, ["cat", "dog", "bird"]])
 def test_preprocessing_that_was_changed_is_saved(classes: list[str] | None, tmp_path: Path) -> None:
     args: dict[str, Any] = {"img_size": 32, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 3}

@@ -26,7 +26,7 @@ def check_plan(model: nn.Module, family: Family, plan: Plan) -> None:
         *_fold_problems(model, family, sites, plan),
     ]
     if problems:
-        hint = "a plan fits only the model that it was computed for; undo manual edits of plan.json"
+        hint = "undo edits of plan.json; `reset_classifier` with another pooling removes what was pruned in the old one"
         raise PlanError("\n  ".join(["the plan does not fit the model:", *problems]), hint=hint)
 
 
