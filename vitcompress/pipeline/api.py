@@ -358,9 +358,8 @@ def bench(artifacts: Artifacts, *, progress: Progress | None = None, **options: 
         >>> len(vc.bench(models, batch=1, protocol="paper", warmup=1, runs=3).rows)
         2
     """
-    names = RunnerOptions.__dataclass_fields__
     artifacts = [artifacts] if isinstance(artifacts, Artifact) else artifacts
-    own = {name: options.pop(name) for name in list(options) if name in names and name != "batch"}
+    own = {key: options.pop(key) for key in RunnerOptions.__dataclass_fields__ if key in options and key != "batch"}
     runner: RunnerOptions = options_of(RunnerOptions, own, "bench")
     settings = replace(options_of(suite.BenchOptions, options, "bench"), runner=runner)
     with ExitStack() as stack:
