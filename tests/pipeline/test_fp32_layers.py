@@ -34,7 +34,7 @@ from vitcompress.pipeline.calibration import Calibration
 from vitcompress.pipeline.export import write_export
 from vitcompress.pipeline.fp32_layers import Evaluator, Layers, LayerSearch, best_evaluator, minimize, search
 from vitcompress.training.datasets import as_images
-from vitcompress.verify.outputs import SHARES, Original, compare, comparison_checks, output_checks
+from vitcompress.verify.outputs import SHARES, Limits, Original, compare, comparison_checks, output_checks
 
 X = images("plain", dtype=torch.float32)
 FORMATS = [name for name in ("onnx", "trt-rtx") if EXPORTERS[name].unavailable() is None]
@@ -70,7 +70,7 @@ def torch_evaluator(model: nn.Module) -> Evaluator:
     @torch.no_grad()
     def evaluate(layers: Layers) -> list[Check]:
         outputs, share = convert_precision(model, "fp16", layers)(X), SHARES["fp16"]
-        limits = (share, share, 0.0, 0.0)
+        limits = Limits(share, share)
         return comparison_checks(compare(model(X), outputs, share), limits, "torch", "torch on the CPU")
 
     return Evaluator("torch", True, evaluate)

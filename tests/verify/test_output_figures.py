@@ -13,7 +13,7 @@ from torch import nn
 
 from vitcompress.training.metrics import wilson
 from vitcompress.verify import outputs
-from vitcompress.verify.outputs import SHARES, Comparison, Original, comparison_checks, output_checks
+from vitcompress.verify.outputs import SHARES, Comparison, Limits, Original, comparison_checks, output_checks
 from vitcompress.verify.tolerance import _roundoff
 
 
@@ -68,7 +68,7 @@ def test_each_figure_has_its_own_limit(share: float) -> None:
     good = Comparison(images=100_000, flips=0, unexplained=0, kl=0.0, cosine=1.0, error=0.0)
 
     def failing(result: Comparison) -> set[str]:
-        checks = comparison_checks(result, (share, share, 0.0, 0.0), "a", "here")
+        checks = comparison_checks(result, Limits(share, share), "a", "here")
         assert {check.name: check.tolerance for check in checks} == {f"a.{k}": v for k, v in limits.items()}
         return {check.name.removeprefix("a.") for check in checks if check.verdict != "passed"}
 
@@ -84,7 +84,7 @@ def test_each_figure_has_its_own_limit(share: float) -> None:
 
 
 def test_the_detail_counts_the_flips() -> None:
-    limits = (0.01, 0.01, 0.0, 0.0)
+    limits = Limits(0.01, 0.01)
     (check, *_) = comparison_checks(Comparison(40, 3, 1, 0.0, 1.0, 0.0), limits, "a", "fp16 in a runtime")
     low, high = (f"{100 * end:.1f}" for end in wilson(3, 40))
     assert check.detail == (
@@ -107,7 +107,7 @@ def test_a_class_may_change_only_where_two_logits_are_close(margin: float, verdi
     got = expected.clone()
     got[0] = got[0].flip(0)
     checks = {
-        c.name: c for c in comparison_checks(outputs.compare(expected, got, 0.01), (0.01, 0.01, 0.0, 0.0), "a", "here")
+        c.name: c for c in comparison_checks(outputs.compare(expected, got, 0.01), Limits(0.01, 0.01), "a", "here")
     }
     assert checks["a.flips"].verdict == verdict and "of 200 images (1 in another class" in checks["a.flips"].detail
 
@@ -125,18 +125,18 @@ def test_a_model_whose_logits_are_zero_can_be_compared() -> None:
     for got, verdict in ((nothing, "passed"), (nothing + torch.tensor([0.1, 0.0, 0.0]), "failed")):
         result = outputs.compare(nothing, got, 0.01)
         assert result.error == pytest.approx(float(got.max()))  # nothing to be relative to
-        checks = comparison_checks(result, (0.01, 0.01, 0.0, 0.0), "a", "here")
+        checks = comparison_checks(result, Limits(0.01, 0.01), "a", "here")
         assert {check.verdict for check in checks if check.name in ("a.error", "a.cosine")} == {verdict}
 
 
 def test_near_ties_are_reported_and_do_not_fail() -> None:
     """Even if the class of every image changes: rounding explains it, and the limits of the logits still apply."""
     expected = logits([4.0, 3.99]).repeat(8, 1)
-    checks = comparison_checks(outputs.compare(expected, expected.flip(1), 0.01), (0.01, 0.01, 0.0, 0.0), "a", "here")
+    checks = comparison_checks(outputs.compare(expected, expected.flip(1), 0.01), Limits(0.01, 0.01), "a", "here")
     assert {check.verdict for check in checks} == {"passed"} and checks[0].detail.startswith(
         "agrees with the model: 8 of 8 images (8 in another class"
     )
-    checks = comparison_checks(outputs.compare(expected, expected.flip(1), 0.001), (0.01, 0.01, 0.0, 0.0), "a", "here")
+    checks = comparison_checks(outputs.compare(expected, expected.flip(1), 0.001), Limits(0.01, 0.01), "a", "here")
     assert (checks[0].verdict, checks[0].value) == ("failed", 8.0)
 
 

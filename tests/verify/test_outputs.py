@@ -34,7 +34,7 @@ from vitcompress.surgery import apply_to_copy
 from vitcompress.verify import outputs
 from vitcompress.verify.files import file_status, record_status, reject_export
 from vitcompress.verify.folder import verify_folder
-from vitcompress.verify.outputs import SHARES, Comparison, Original, comparison_checks, output_checks
+from vitcompress.verify.outputs import SHARES, Comparison, Limits, Original, comparison_checks, output_checks
 from vitcompress.verify.tolerance import Rounding
 
 ARCH = "vit_tiny_patch16_224"
@@ -355,9 +355,10 @@ def test_signals_arrive_after_two_openvino_models(folder: Path) -> None:
 
 def test_rounding_replaces_the_limits_of_the_share_only_if_it_explains_more() -> None:
     comparison = Comparison(1, 0, 0, 0.0, 1.0, 0.0)
-    for kl, angle, limits in ((0.5, 0.3, (0.5, 0.3)), (0.001, 0.0001, (0.02, 0.005))):
-        checks = {c.name: c.tolerance for c in comparison_checks(comparison, (0.1, 0.1, kl, angle), "x", "s")}
-        assert (checks["x.kl"], checks["x.cosine"]) == pytest.approx(limits)
+    for kl, angle, allowed in ((0.5, 0.3, (0.5, 0.3)), (0.001, 0.0001, (0.02, 0.005))):
+        limits = Limits(0.1, 0.1, kl=kl, angle=angle)
+        checks = {check.name: check.tolerance for check in comparison_checks(comparison, limits, "x", "s")}
+        assert (checks["x.kl"], checks["x.cosine"]) == pytest.approx(allowed)
 
 
 @pytest.mark.parametrize(("evaluations", "error", "kl"), [(0, 1e-3, 1.0), (1, 1e-3, 1.0), (2, 1e-3, 2.0)])
@@ -367,6 +368,7 @@ def test_the_error_is_at_most_the_share_and_evaluations_add(evaluations: int, er
     original: Any = Original(torch.nn.Identity(), torch.zeros(5, 1))
     vars(original).update(exact=lambda images: exact, rounding=lambda images, kind: Rounding(9.0, 1.0, 0.0))
     calls = [(torch.arange(5), exact.float())]
-    checks = outputs._call_checks("x", original, original.images, calls, ["fp32"], evaluations, "s")
-    limits = {check.name.rpartition(".")[2]: check.tolerance for check in checks}
-    assert (limits["error"], limits["kl"]) == pytest.approx((error, kl))
+    limits = outputs._limits(original, original.images, ["fp32"], evaluations)
+    checks = outputs._call_checks("x", original, original.images, calls, limits, "s")
+    allowed = {check.name.rpartition(".")[2]: check.tolerance for check in checks}
+    assert (allowed["error"], allowed["kl"]) == pytest.approx((error, kl))

@@ -75,7 +75,7 @@ EMULATED_BATCH = 16
 ROUNDINGS = 2.0**-20  # relative error of sums and elementary functions in fp32: some units in the last place
 AGREEMENT = "agreement."  # what the names of these checks begin with
 BATCHES = (1, 2, 3, 5)
-Calls = Sequence[tuple[Tensor, Tensor]]
+Calls = Sequence[tuple[Tensor, Tensor]]  # of each call the indices of its images, and their logits
 Kind = str | Quantization  # a precision, or what a file computes in eight bits
 LARGEST_BATCH = 256  # of files without a range
 WORK = 5 * 10**12  # multiply-accumulates of one call on the CPU at most; 256 images in DeiT-B are 4.5e12, and take 7 GB
@@ -135,20 +135,34 @@ def largest_logit(logits: Tensor) -> float:
     return float(logits.abs().max()) or 1.0
 
 
-def comparison_checks(comparison: Comparison, limits: Sequence[float], name: str, source: str) -> list[Check]:
-    """The four checks of one comparison.
+@dataclass(frozen=True)
+class Limits:
+    """How much the logits of a file may change.
 
-    limits: the share d of the module's docstring, the relative error allowed, at most d, and the KL divergence and
-    1 - cos that rounding explains. source: what was compared.
+    share: d of the module's docstring. error: relative to the largest logit, at most d. logit, kl, angle: what rounding
+    explains: the error of a logit, relative to the largest one, the KL divergence, and 1 - cos.
     """
-    share, error, kl, angle = limits
-    rows = {
-        "flips": (float(comparison.unexplained), 0.0, comparison.describe_flips()),
-        "kl": (comparison.kl, max(2 * share**2, kl), "largest KL divergence of an image, nats"),
-        "cosine": (1 - comparison.cosine, max(share**2 / 2, angle), "1 - smallest cosine of the logits"),
-        "error": (comparison.error, error, "largest difference over the largest logit"),
-    }
-    return [limit_check(f"{name}.{kind}", *row[:2], f"{row[2]}; {source}") for kind, row in rows.items()]
+
+    share: float
+    error: float
+    logit: float = 0.0
+    kl: float = 0.0
+    angle: float = 0.0
+
+
+def comparison_checks(comparison: Comparison, limits: Limits, name: str, source: str) -> list[Check]:
+    """The four checks of one comparison. source: what was compared."""
+    kl, angle = max(2 * limits.share**2, limits.kl), max(limits.share**2 / 2, limits.angle)
+
+    def check(kind: str, value: float, limit: float, what: str) -> Check:
+        return limit_check(f"{name}.{kind}", value, limit, f"{what}; {source}")
+
+    return [
+        check("flips", float(comparison.unexplained), 0.0, comparison.describe_flips()),
+        check("kl", comparison.kl, kl, "largest KL divergence of an image, nats"),
+        check("cosine", 1 - comparison.cosine, angle, "1 - smallest cosine of the logits"),
+        check("error", comparison.error, limits.error, "largest difference over the largest logit"),
+    ]
 
 
 def agreement_check(name: str, expected: Tensor, outputs: Tensor, tolerance: float) -> Check:
@@ -261,23 +275,22 @@ def _metadata(path: Path) -> Mapping[str, Any]:
 
 def _runner_checks(path: Path, original: Original, runner: Runner) -> list[Check]:
     about = runner.describe()
+    stated, on_cpu = str(about["precision"]), about["device"] == "cpu"
+    precision = stated if stated in SHARES else "fp32"
     settings = read_quantization(_metadata(path) or decode_json_values(read_sidecar(path).get("metadata", {})))
     preprocessing = runner.input if about.get("input_type") == "uint8" else None
     images = original.rounded_to_bytes(preprocessing) if preprocessing else original.images
     batches = _batches(path, original, runner)
     calls = [(rows, runner(images[rows])) for rows in _rows(batches, len(images))]
-    stated, on_cpu = str(about["precision"]), about["device"] == "cpu"
-    precision = stated if stated in SHARES else "fp32"
-    kinds: list[Kind] = [precision]
     if settings:
-        kinds, evaluations = [settings, "bf16"] if stated.endswith("+bf16") else [settings], 1
+        limits = _limits(original, images, [settings, "bf16"] if stated.endswith("+bf16") else [settings])
     elif precision == "fp32" and on_cpu:
         # A file that takes bytes has a first convolution that was rounded once more: as in a second evaluation.
-        evaluations = 2 if preprocessing else 1
+        limits = _limits(original, images, [precision], 2 if preprocessing else 1)
     else:
-        evaluations = 0
+        limits = _limits(original, images, [precision])
     source = f"{stated} in {about['runtime']} on {about['device']}, batch {', '.join(map(str, batches))}"
-    checks = _call_checks(path.name, original, images, calls, kinds, evaluations, source)
+    checks = _call_checks(path.name, original, images, calls, limits, source)
     if settings and precision == "int8" and on_cpu:
         checks += _arithmetic_checks(path, original, images, calls, settings)
     return checks
@@ -319,14 +332,25 @@ def _arithmetic_checks(
     yield check("emulation", ratio(emulated - exact, 2), limit, f"root mean square |emulated - {name}|")
 
 
-def _call_checks(
-    name: str, original: Original, images: Tensor, calls: Calls, kinds: Sequence[Kind], evaluations: int, source: str
-) -> list[Check]:
-    """Compare the outputs of calls.
+def _limits(original: Original, images: Tensor, kinds: Sequence[Kind], evaluations: int = 0) -> Limits:
+    """The limits of a file.
 
-    calls: indices into `images`, and the logits of these images. kinds: what rounds, independently, so that variances
-    add. evaluations: number of those whose rounding limits the error; 0: the share of the precision does.
+    kinds: what rounds, independently, so that variances add. evaluations: number of those whose rounding limits the
+    error; in eight bits it always does. 0: the share of the precision does.
     """
+    eight_bits = any(isinstance(kind, Quantization) for kind in kinds)
+    roundings, times = [original.rounding(images, kind) for kind in kinds], max(evaluations, 1)
+    share = math.hypot(*(SHARES[kind if isinstance(kind, str) else kind.precision] for kind in kinds))
+    logit = times**0.5 * math.hypot(*(one.logit for one in roundings)) / largest_logit(original.exact(images))
+    error = min(share, logit) if evaluations or eight_bits else share
+    angle = sum(one.angle for one in roundings) if eight_bits else 0.0
+    return Limits(share, error, logit, times * sum(one.kl for one in roundings), angle)
+
+
+def _call_checks(
+    name: str, original: Original, images: Tensor, calls: Calls, limits: Limits, source: str
+) -> list[Check]:
+    """Compare the outputs of `calls` on `images` with those of the model."""
     name, source = f"{AGREEMENT}{name}", source if original.real else f"{source}, on noise"
     exact = original.exact(images)
     for rows, logits in calls:
@@ -336,13 +360,7 @@ def _call_checks(
         if not torch.isfinite(logits).all():
             return [Check(name, "failed", detail=f"outputs at batch {len(logits)} are not finite; {source}")]
     rows, logits = (torch.cat(parts) for parts in zip(*calls, strict=True))
-    roundings = [original.rounding(images, kind) for kind in kinds]
-    share = math.hypot(*(SHARES[kind if isinstance(kind, str) else kind.precision] for kind in kinds))
-    near = max(evaluations, 1) ** 0.5 * math.hypot(*(one.logit for one in roundings)) / largest_logit(exact)
-    error, kl = min(share, near) if evaluations else share, max(evaluations, 1) * sum(one.kl for one in roundings)
-    eight_bits = any(isinstance(kind, Quantization) for kind in kinds)
-    angle = sum(one.angle for one in roundings) if eight_bits else 0.0
-    return comparison_checks(compare(exact[rows], logits, near, rows), (share, error, kl, angle), name, source)
+    return comparison_checks(compare(exact[rows], logits, limits.logit, rows), limits, name, source)
 
 
 def _batches(path: Path, original: Original, runner: Runner) -> tuple[int, ...]:
@@ -382,5 +400,5 @@ def rounded_checks(path: Path, original: Original) -> list[Check]:
     except VitcompressError as error:
         return [Check(f"{AGREEMENT}{path.name}.rounded", "failed", detail=error.message)]
     source = f"every result rounded to {precision} in onnxruntime on cpu, a proxy for the GPU"
-    kinds: list[Kind] = [settings or precision]
-    return _call_checks(f"{path.name}.rounded", original, images, calls, kinds, 1 if settings else 0, source)
+    limits = _limits(original, images, [settings or precision])
+    return _call_checks(f"{path.name}.rounded", original, images, calls, limits, source)
