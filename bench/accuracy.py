@@ -1,6 +1,6 @@
 """Top-1 and top-5 of artifacts on the same labeled images, with counts and a test of their difference."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -8,9 +8,9 @@ from typing import TypedDict, cast
 
 import numpy as np
 import torch
+from timm.data import resolve_data_config
 from torch import Tensor
 
-from vitcompress.bench.preprocessing import resolve_preprocessing
 from vitcompress.bench.report import records
 from vitcompress.bench.report.run import find_speed, read_benchmarks
 from vitcompress.errors import ArtifactError, InputError
@@ -18,8 +18,9 @@ from vitcompress.exporters.runtimes import Runner, RunnerOptions, open_runner
 from vitcompress.exporters.sidecar import read_classes
 from vitcompress.io.progress import SILENT, Progress
 from vitcompress.io.run_folder import RunFolder
+from vitcompress.io.text import describe_value
 from vitcompress.models.create import InputConfig
-from vitcompress.models.preprocessing import Preprocessing
+from vitcompress.models.preprocessing import NAMES, Preprocessing, Value
 from vitcompress.recipe.load import load_recipe_of_run
 from vitcompress.training.data import open_test
 from vitcompress.training.datasets import Images, describe_skipped, few
@@ -28,6 +29,7 @@ from vitcompress.training.loaders import EvalLoader
 from vitcompress.training.metrics import evaluate_images, mcnemar
 from vitcompress.training.options import BUILT_IN, DataOptions
 
+CHANNELS = (1, 3)  # of images that can be read from a data set
 OTHER_CLASSES = "evaluate it on data with its own classes"  # a hint
 
 
@@ -124,7 +126,7 @@ class PaddedRunner:
 
     def __init__(self, runner: Runner, batch: int, preprocessing: Preprocessing) -> None:
         self.runner = runner
-        self.input, self.remark = resolve_preprocessing(runner, preprocessing)
+        self.input, self.remark = _resolve_preprocessing(runner, preprocessing)
         runner.input = self.input  # with which the runner prepares images for the file
         least, _, most = runner.describe().get("batch_range") or (1, batch, batch)
         self._least, self.batch = int(least), int(min(max(batch, least), most))
@@ -187,3 +189,54 @@ def _evaluate(
         "mistakes": np.flatnonzero(~mask).tolist(),
     }
     return cast(EvaluationRow, row), mask
+
+
+def _resolve_preprocessing(runner: Runner, options: Preprocessing) -> tuple[InputConfig, str]:
+    """The preprocessing of `runner`. If its artifact does not record it, this is that of the options, completed with
+    timm's defaults, with a sentence on what was used and assumed.
+
+    For uint8 input mean is 0 and std is 1: the runner then passes on the bytes of the image. Raises ArtifactError if
+    mean and std are unknown, the options contradict the artifact, or the last dimension of uint8 input cannot be
+    channels, and InputError if the number of values is neither 1 nor the number of channels.
+    """
+    values = options.changes_for(runner.input_size[0], runner.name)
+    if runner.input is not None:
+        _check_preprocessing(runner.name, runner.input, values)
+        return runner.input, ""
+    channels, height, width = runner.input_size
+    fixed: dict[str, Value] = {}
+    if runner.takes_bytes:
+        if channels not in CHANNELS:
+            problem = f"{runner.name} takes uint8 input of {height} x {width} x {channels}"
+            hint = "give a file that takes batch x height x width x channels (insert a Transpose before this model)"
+            raise ArtifactError(f"{problem}, which is no image with channels last", hint=hint)
+        fixed = {"mean": (0.0,) * channels, "std": (1.0,) * channels}
+    elif not {"mean", "std"} <= values.keys():
+        hint = "pass --mean and --std, export it with vitcompress, or evaluate the run folder"
+        raise ArtifactError(f"{runner.name} does not record its preprocessing (mean, std, crop)", hint=hint)
+    config = resolve_data_config({"input_size": runner.input_size, **values, **fixed})
+    used = {name: value for name, value in values.items() if name not in fixed}
+    unused = [f"--{name}" for name in values if name in fixed]
+    assumed = {name: config[name] for name in NAMES if name not in {*values, *fixed}}
+    remarks = (
+        f"{runner.name} does not record its preprocessing",
+        "it takes uint8 images and normalizes them itself" if fixed else "",
+        f"{' and '.join(unused)} {'have' if len(unused) > 1 else 'has'} no effect on it" if unused else "",
+        f"used: {_format_values(used)}" if used else "",
+        f"assumed, timm's defaults: {_format_values(assumed)}" if assumed else "",
+    )
+    return InputConfig(size=config.pop("input_size"), **config), "; ".join(filter(None, remarks))
+
+
+def _check_preprocessing(name: str, config: InputConfig, values: Mapping[str, Value]) -> None:
+    """Raise ArtifactError for an option that differs from what the artifact records."""
+    for key, value in values.items():
+        own: Value = getattr(config, key)
+        if own != value and (isinstance(value, str) or not np.allclose(own, value, rtol=1e-9, atol=0)):
+            hint = f"leave --{key.replace('_', '-')} out: the artifact was exported with the value that it records"
+            raise ArtifactError(f"{name} records {key} {describe_value(own)}, not {describe_value(value)}", hint=hint)
+
+
+def _format_values(values: Mapping[str, Value]) -> str:
+    """`mean 0.5,0.5,0.5, crop_pct 0.9`"""
+    return ", ".join(f"{key} {describe_value(value)}" for key, value in values.items())
