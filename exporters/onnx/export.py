@@ -318,13 +318,11 @@ def _name_products(graph: Any, tensors: dict[str, Tensor]) -> None:
         elif weight.name.endswith(WEIGHT):
             weight.name = weight.name.removeprefix("model.")  # of a wrapper that takes bytes or half precision
         else:
-            values = weight.const_value.numpy()
-            for name, tensor in tensors.items():
-                shape, inside = tensor.shape[::-1] == values.shape, is_within(name, [path])
-                same = shape and inside and name.endswith(WEIGHT) and name not in graph.initializers
-                if same and np.array_equal(tensor.detach().float().numpy().T, values.astype(np.float32)):
-                    weight.name = name
-                    break
+            values = weight.const_value.numpy().astype(np.float32)
+            inside = (name for name in tensors if name.endswith(WEIGHT) and is_within(name, [path]))
+            unused = (name for name in inside if name not in graph.initializers)
+            equal = (name for name in unused if np.array_equal(tensors[name].detach().float().numpy().T, values))
+            weight.name = next(equal, weight.name)
 
 
 def _write_checked(path: Path, write: Callable[[Path], object]) -> tuple[str, ...]:
