@@ -1,7 +1,7 @@
 """Several runs side by side: one table, and a plot of accuracy against speed."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple, NotRequired, TypedDict
 
@@ -13,8 +13,9 @@ from vitcompress.errors import InputError
 from vitcompress.io.text import NOT_MEASURED, format_change, format_count, format_speedup, shorten_paths
 
 Model = Literal["dense", "compressed", "control"]
-COUNTS: tuple[Literal["params", "macs"], ...] = ("params", "macs")
-COLUMNS = ("run", "accuracy", "parameters", "MACs", "speed-up (95 %)", "checks")
+COUNTS: dict[str, Literal["params", "macs"]] = {"parameters": "params", "MACs": "macs"}
+COLUMNS = ("run", "dense model", "accuracy", *COUNTS, "speed-up (95 %)", "checks")
+Cells = dict[str, str]  # by column; those that a row lacks are empty
 
 
 class Comparison(TypedDict):
@@ -41,19 +42,20 @@ class Point(NamedTuple):
 def compare_runs(runs: Mapping[str, Report]) -> Comparison:
     """Compare each run, by its folder, with its own dense model."""
     groups, names = dense_models(runs), dict(zip(runs, shorten_paths([*runs]), strict=True))
-    several, rows = len(groups) > 1, list[tuple[str, ...]]()
-    largest = [max(report["cost"]["dense"][key] for report in runs.values()) for key in COUNTS]  # has the unit of all
-    for title, members in groups.items():
-        rows.append((title, *[""] * several, *_cells(members[0][1], "dense", largest)))
+    largest = {name: max(report["cost"]["dense"][key] for report in runs.values()) for name, key in COUNTS.items()}
+    rows = list[Cells]()
+    for dense, members in groups.items():
+        rows.append({"run": dense, **_dense_cells(members[0][1], "dense", largest)})
         for run, report in members:
-            rows.append((names[run], *[title] * several, *_cells(report, "compressed", largest)))
+            rows.append({"run": names[run], "dense model": dense, **_compressed_cells(report, largest)})
             if _accuracy(report, "control"):
                 extra = report.get("extra_epochs")
-                control = f"{names[run]}: control (dense, +{extra} epoch{'s' * (extra != 1)})"
-                rows.append((control, *[title] * several, *_cells(report, "control", largest)))
-    columns = [COLUMNS[0], *["dense model"] * several, *COLUMNS[1:]]
+                name = f"{names[run]}: control (dense, +{extra} epoch{'s' * (extra != 1)})"
+                rows.append({"run": name, "dense model": dense, **_dense_cells(report, "control", largest)})
+    columns = [column for column in COLUMNS if column != "dense model" or len(groups) > 1]
+    cells = [tuple(row.get(column, "") for column in columns) for row in rows]
     left_out = {run: reason for run, report in runs.items() if (reason := _gap(report))}
-    return {"runs": dict(runs), "table": {"title": "", "columns": columns, "rows": rows}, "not_plotted": left_out}
+    return {"runs": dict(runs), "table": {"title": "", "columns": columns, "rows": cells}, "not_plotted": left_out}
 
 
 def dense_models(runs: Mapping[str, Report]) -> dict[str, list[tuple[str, Report]]]:
@@ -70,16 +72,23 @@ def dense_models(runs: Mapping[str, Report]) -> dict[str, list[tuple[str, Report
     return dict(zip(titles if len(groups) > 1 else ["dense"], groups.values(), strict=True))
 
 
-def _cells(report: Report, model: Model, largest: Sequence[int]) -> tuple[str, ...]:
-    accuracy, speed, verify = _accuracy(report, model), _speed(report), report.get("verify")
-    top1 = format_accuracy(accuracy) if accuracy else NOT_MEASURED
-    dense, cost = (report["cost"][name] for name in ("dense", "compressed" if model == "compressed" else "dense"))
-    counts = [format_count(cost[key], like) for key, like in zip(COUNTS, largest, strict=True)]
-    if model != "compressed":  # the control has the architecture of the dense model
-        return top1, *counts, "1x", ""
-    counts = [f"{count} ({format_change(dense[key], cost[key])})" for count, key in zip(counts, COUNTS, strict=True)]
-    checks = count_verdicts(verify) if verify else "not run"
-    return top1, *counts, f"{format_speedup(speed[1])}, batch {speed[1]['batch']}" if speed else NOT_MEASURED, checks
+def _dense_cells(report: Report, model: Literal["dense", "control"], largest: Mapping[str, int]) -> Cells:
+    """A dense model, or the control, which has its architecture. Counts have the unit of the `largest`."""
+    counts = {name: format_count(report["cost"]["dense"][key], largest[name]) for name, key in COUNTS.items()}
+    return {"accuracy": format_accuracy(_accuracy(report, model), NOT_MEASURED), **counts, "speed-up (95 %)": "1x"}
+
+
+def _compressed_cells(report: Report, largest: Mapping[str, int]) -> Cells:
+    cells = {"accuracy": format_accuracy(_accuracy(report), NOT_MEASURED)}
+    cells |= {"speed-up (95 %)": NOT_MEASURED, "checks": "not run"}
+    for name, key in COUNTS.items():
+        dense, compressed = report["cost"]["dense"][key], report["cost"]["compressed"][key]
+        cells[name] = f"{format_count(compressed, largest[name])} ({format_change(dense, compressed)})"
+    if speed := _speed(report):
+        cells["speed-up (95 %)"] = f"{format_speedup(speed[1])}, batch {speed[1]['batch']}"
+    if verify := report.get("verify"):
+        cells["checks"] = count_verdicts(verify)
+    return cells
 
 
 def _accuracy(report: Report, model: Model = "compressed") -> AccuracyRecord | None:

@@ -78,15 +78,15 @@ def artifact_table(entries: Iterable[records.ArtifactRecord]) -> Table:
         "precision": lambda entry: entry["precision"] + " +uint8" * (entry.get("input") == "uint8"),
         "bytes": "{bytes:,}",
         "agrees with the model": lambda entry: entry.get("agreement") or ("yes" if entry["verified"] else "not run"),
-        "top-1": lambda entry: format_accuracy(entry["accuracy"]) if entry["accuracy"] else NONE,
+        "top-1": lambda entry: format_accuracy(entry["accuracy"]),
         "images/s": lambda entry: format_speed(entry["speed"], NONE),
         "sha256": "{sha256:.12}",
     }
     return Table.of("", columns, entries)
 
 
-def format_accuracy(accuracy: records.AccuracyRecord) -> str:
-    return f"{format_percent(accuracy['top1'])} ({accuracy['correct']} of {accuracy['total']})"
+def format_accuracy(accuracy: records.AccuracyRecord | None, unknown: str = NONE) -> str:
+    return f"{format_percent(accuracy['top1'])} ({accuracy['correct']} of {accuracy['total']})" if accuracy else unknown
 
 
 def format_speed(speed: records.SpeedRecord | None, unknown: str) -> str:
