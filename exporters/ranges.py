@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.module_tracker import ModuleTracker
 
@@ -38,14 +38,21 @@ def scan_ranges(model: nn.Module, images: Tensor) -> Ranges:
     largest, copy = _Largest(), deepcopy(model).float().requires_grad_(False)  # see `copy_to_meta`
     for name, module in copy.named_modules():
         module.register_forward_hook(lambda _, args, out, name=name: largest.record_output(name, out))
-    # The math backend runs attention as separate operations.
-    with sdpa_kernel(SDPBackend.MATH), largest.tracker, largest:
+    with SeparateOperations(), largest.tracker, largest:
         for chunk in torch.split(images, CHUNK):
             copy(chunk)
-    for name, module in copy.named_modules():
-        for parameter in module.parameters(recurse=False):
-            _raise_to(largest.inside, name, parameter)
+    for name, parameter in copy.named_parameters(remove_duplicate=False):
+        _raise_to(largest.inside, name.rpartition(".")[0], parameter)
     return Ranges(largest.inside, largest.outputs)
+
+
+class SeparateOperations(TorchFunctionMode):
+    """While active, attention is separate operations in this thread (`sdpa_kernel` changes all); masks are numbers."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.scaled_dot_product_attention:
+            return torch.ops.aten._scaled_dot_product_attention_math(*args, **(kwargs or {}))[0]
+        return func(*args, **(kwargs or {}))
 
 
 class _Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]

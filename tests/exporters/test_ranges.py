@@ -1,17 +1,29 @@
 """The scan names layers that overflow in half precision, and the fp32 layers that avoid it."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
 from contracts import build, images
 from too_large import large_ffn, large_pool_scores, large_residual, large_scores
 from torch import nn
+from torch.nn import functional as F
 
 from vitcompress.errors import PrecisionError
 from vitcompress.exporters.precision import convert_precision
-from vitcompress.exporters.ranges import CHUNK, LARGEST, check_fp16, find_overflows, required_layers, scan_ranges
+from vitcompress.exporters.ranges import (
+    CHUNK,
+    LARGEST,
+    SeparateOperations,
+    check_fp16,
+    find_overflows,
+    required_layers,
+    scan_ranges,
+)
+from vitcompress.verify.tolerance import reference
 
 X = images("plain", dtype=torch.float32)
 
@@ -28,6 +40,30 @@ def test_ranges_are_those_of_the_modules() -> None:
     assert ranges.inside["blocks.0.mlp.fc1"] == pytest.approx(ranges.outputs["blocks.0.mlp.fc1"])
     assert find_overflows(model, ranges) == {} and scan_ranges(deepcopy(model).double(), X) == ranges
     assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("measure", [scan_ranges, reference])
+def test_attention_in_other_threads_stays(measure: Callable[[nn.Module, torch.Tensor], object]) -> None:
+    """`verify` in one thread failed while another thread measured: attention was computed by other kernels."""
+    model, q = plain(), torch.randn(2, 3, 17, 16)
+    attend, seen = partial(F.scaled_dot_product_attention, q, q, q), list[torch.Tensor]()
+    fused = attend()
+    with ThreadPoolExecutor(1) as other:
+        model.get_submodule("blocks.0").register_forward_hook(lambda *_: seen.append(other.submit(attend).result()))
+        measure(model, X)
+    assert seen and all(torch.equal(output, fused) for output in seen)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert not torch.equal(attend(), fused)
+
+
+@pytest.mark.parametrize("mask", [None, torch.randn(17, 17)])
+def test_separate_operations_are_those_of_torch(mask: torch.Tensor | None) -> None:
+    q, k, v = torch.randn(3, 2, 3, 17, 16)
+    attend = partial(F.scaled_dot_product_attention, q, k, v, attn_mask=mask, scale=0.3)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        expected = attend()
+    with SeparateOperations():
+        assert torch.equal(attend(), expected)
 
 
 @pytest.mark.parametrize(

@@ -32,11 +32,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vitcompress.exporters.quantize.emulate import EightBitProducts, stored_tensors
 from vitcompress.exporters.quantize.graph import Quantization
+from vitcompress.exporters.ranges import SeparateOperations
 
 FALSE_ALARMS = 1e-6  # p
 DRAWS = 2  # E M is the mean of their M; with tens of logits or more, M itself hardly varies
@@ -168,7 +168,6 @@ def fold_excess(
 @contextmanager
 def in_float64(model: nn.Module) -> Iterator[nn.Module]:
     """`model` itself in float64, without a copy. On exit it is bit for bit as before."""
-
     dtypes = {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     try:
         yield model.double()
@@ -233,7 +232,7 @@ def _arithmetic_limit(model: nn.Module, images: Tensor, roundoff: float = 0.0) -
         with rounding:
             return cast(Tensor, functional_call(wide, changed, (rounding.rounded(x),)))
 
-    with sdpa_kernel(SDPBackend.MATH):  # as separate operations
+    with SeparateOperations():
         return _limit(wide, images, perturbed, each / drawn)
 
 
