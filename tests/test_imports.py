@@ -189,6 +189,8 @@ def test_type_checkers_see_every_public_name() -> None:
     block = next(node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
     names = {alias.asname for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert names == set(vitcompress.__all__) - {"__version__"}
+    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert "__getattr__" not in functions, "type checkers would accept any name"
 
 
 def test_no_module_has_the_dotted_name_of_a_library_it_imports() -> None:

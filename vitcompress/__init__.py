@@ -6,6 +6,7 @@ Public names are imported on first use, so that `import vitcompress` and `vitcom
 import os
 import sys
 import warnings
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -67,7 +68,7 @@ except PackageNotFoundError:  # a checkout that was never installed
     __version__ = "0+checkout"
 
 
-def __getattr__(name: str) -> Any:
+def _find(package: ModuleType, name: str) -> Any:
     if name not in {**_PUBLIC, **_DEPRECATED}:
         raise AttributeError(f"module 'vitcompress' has no attribute {name!r}")
     module, new = _DEPRECATED.get(name) or (_PUBLIC[name], name)
@@ -82,10 +83,8 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def _function(name: str) -> property:
-    return property(lambda package: __getattr__(name), lambda package, submodule: None)
-
-
 # Three functions have the name of a submodule. Importing the module must not replace the function, so these names are
-# properties of the package's type. `from vitcompress.plan import ...` is unaffected.
-sys.modules[__name__].__class__ = type("Package", (ModuleType,), {n: _function(n) for n in ("bench", "plan", "verify")})
+# properties of the package's type. `from vitcompress.plan import ...` is unaffected. `__getattr__` is there, too: type
+# checkers accept any name of a module that defines it.
+_FUNCTIONS = {n: property(partial(_find, name=n), lambda *submodule: None) for n in ("bench", "plan", "verify")}
+sys.modules[__name__].__class__ = type("Package", (ModuleType,), {"__getattr__": _find, **_FUNCTIONS})
