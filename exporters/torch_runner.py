@@ -13,7 +13,7 @@ from vitcompress.errors import DeviceError, InputError
 from vitcompress.exporters.calls import BoundCall, QueuedCall, add_transfers, record_graph
 from vitcompress.exporters.runner import Runner, RunnerOptions
 from vitcompress.io import hardware
-from vitcompress.models.create import check_images, input_config
+from vitcompress.models.create import check_images, image_size, input_config
 
 TIMM = "timm:"  # prefix of names of models that timm builds
 TORCH_TYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -46,7 +46,7 @@ class TorchRunner(Runner):
         check_options(self._options, self._device, self._precision)
         self._threads = self._options.threads or torch.get_num_threads()
         self.input = input_config(model)
-        self.input_size = self.input.size
+        self.input_size, self._sizes = self.input.size, image_size(model)
         self._transfers = self._options.transfers and self._device.type != "cpu"  # on the CPU there are none
         self._type = TORCH_TYPES[self._precision]
         self._classes = getattr(model, "num_classes", None)
@@ -59,7 +59,7 @@ class TorchRunner(Runner):
             self._settings.callback(setattr, backend, "allow_tf32", backend.allow_tf32)
 
     def __call__(self, images: Tensor) -> Tensor:
-        check_images(images)
+        check_images(images, self._sizes)
         return self._forward(images.to(self._device, self._type)).float().cpu()
 
     @torch.inference_mode()

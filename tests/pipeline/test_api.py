@@ -230,6 +230,7 @@ def test_models_with_other_names_than_those_of_timm_are_planned_as_those_of_crea
         ),
         (lambda: vc.prune(model(depth=1), vc.plan(model(), "magnitude")), r"other arguments \(depth\)"),
         (lambda: vc.export(model(), f"{__file__}/model.onnx"), "cannot be written"),
+        (lambda: vc.save_model(model(), f"{__file__}/out"), "cannot be written"),
         (lambda: vc.bench([model()], bach=1), "did you mean batch"),
         (lambda: vc.bench([model()], threads="two"), "threads"),
         (lambda: vc.bench([]), "a list of 1 or more"),
@@ -272,8 +273,9 @@ def test_methods_without_images_say_so() -> None:
         vc.plan(model(), "isomorphic", align=FINE, device="cpu")
 
 
-def test_an_empty_data_set_is_rejected(tmp_path: Path) -> None:
-    empty = Subset(TensorDataset(*batches()[0]), [])
+@pytest.mark.parametrize("kind", ["data set", "batches"])
+def test_empty_data_are_rejected(kind: str, tmp_path: Path) -> None:
+    empty: Any = Loader() if kind == "batches" else Subset(TensorDataset(*batches()[0]), [])
     for call in (
         lambda: vc.finetune(model(), empty, epochs=1),
         lambda: vc.finetune(model(), batches(), empty, epochs=1),
@@ -281,7 +283,7 @@ def test_an_empty_data_set_is_rejected(tmp_path: Path) -> None:
         lambda: vc.plan(model(), "isomorphic", empty, align=FINE),
         lambda: vc.export(model(), tmp_path / "model.onnx", data=empty),
     ):
-        with pytest.raises(DataError, match="the data set is empty"):
+        with pytest.raises(DataError, match=r"is empty|there are no batches|there is no image"):
             call()
 
 
@@ -440,20 +442,22 @@ def test_data_of_another_form_is_rejected(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", [(16, 1, 12, 12), (16, 3, 8, 8), (16, 8, 8)])
 def test_images_that_the_model_does_not_take_are_rejected(shape: tuple[int, ...], tmp_path: Path) -> None:
-    images, labels = torch.zeros(shape), torch.arange(16) % 4
+    images, labels, folder = torch.zeros(shape), torch.arange(16) % 4, tmp_path / "saved"
+    vc.save_model(model(), folder)
     batch, pairs = Loader((images, labels)), [(image, int(label)) for image, label in zip(images, labels, strict=True)]
     for data in (batch, *[pairs] * (len(shape) == 4)):
         for call in (
             lambda data: vc.evaluate(model(), data),
+            lambda data: vc.evaluate(folder, data),
             lambda data: vc.plan(model(), "isomorphic", data, align=FINE),
             lambda data: vc.export(model(), tmp_path / "model.onnx", data=data),
             *([lambda data: vc.finetune(model(), data, epochs=1)] if data is batch else []),
         ):
             with pytest.raises(
-                DataError, match=r"images of shape .* do not fit, expected batches of (1 x 8 x 8|channels)"
+                DataError, match=r"images of shape .* do not fit, expected batches of (1 x 8 x 8|channels|any)"
             ):
                 call(data)
-    assert not list(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == [folder]
 
 
 def test_a_model_for_any_size_takes_images_of_any_size() -> None:

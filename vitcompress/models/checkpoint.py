@@ -77,7 +77,6 @@ def save_model(model: nn.Module, folder: str | Path, classes: Sequence[str] | No
     if difference := create.find_difference(model, _rebuild(plan, weights)):
         message = f"this {plan.arch} is not the model of its plan: {difference} differs"
         raise WeightsError(message, hint="undo the change, which loading would not repeat; see also `reset_classifier`")
-    folder.mkdir(parents=True, exist_ok=True)
     write_model(folder, model, plan)
     write_manifest(folder)
 
