@@ -5,10 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from timm.utils.misc import natural_key
-
 from vitcompress.bench.report.records import Stored, TableRecord
 from vitcompress.families import Site, Space, family_of
+from vitcompress.io.text import natural_key
 from vitcompress.models.create import create_on_meta
 from vitcompress.plan import Plan, enclosing_module
 

@@ -103,6 +103,16 @@ def test_image_folder_numbers_classes_in_natural_order(tmp_path: Path) -> None:
     assert splits.test[0][0].size == (6, 5)
 
 
+def test_order_of_classes_does_not_depend_on_the_order_of_folders(tmp_path: Path) -> None:
+    # 01 and 1 are the same number, B2 and b2 the same letter; int() does not read the last digit of 1\u00b2
+    pairs = {"01": 1, "1": 1, "1\u00b2": 1} | {f"{letter}{i}": 1 for i in range(2, 9) for letter in "Bb"}
+    names = tuple(pairs)
+    assert len(names) == 17
+    for number, order in enumerate((names, names[::-1])):
+        root = image_folder(tmp_path / str(number), {"train": dict.fromkeys(order, 2), "val": dict.fromkeys(order, 1)})
+        assert open_data(DataOptions("imagefolder", str(root), heldout=0.5), seed=0).classes == names
+
+
 def test_test_images_need_no_training_images(tmp_path: Path) -> None:
     root = image_folder(tmp_path, {"validation": {"a": 1, "b": 2}})
     classes, test = open_test(DataOptions("imagefolder", str(root)))

@@ -10,6 +10,11 @@ from typing import Any
 from vitcompress.errors import printable
 
 
+def natural_key(text: str) -> tuple[list[int | str], str]:
+    """Sorts names as timm does, by their numbers (class2 before class10), and equal ones (01 and 1) by their text."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", text.lower())], text
+
+
 def format_number(value: float) -> str:
     """0.228, 1.25e-06, 951,836: three digits; whole numbers from 1000 on in full."""
     return f"{value:,.0f}" if abs(value) >= 1000 and float(value).is_integer() else f"{value:.3g}"

@@ -11,13 +11,12 @@ from typing import Any, Protocol, cast, runtime_checkable
 import numpy as np
 import torch
 from PIL import Image
-from timm.utils.misc import natural_key
 from torch import Tensor
 from torchvision.datasets.folder import make_dataset
 
 from vitcompress.errors import DataError, first_line
 from vitcompress.io.tensors import DAMAGED, tensors_digest
-from vitcompress.io.text import format_shape
+from vitcompress.io.text import format_shape, natural_key
 from vitcompress.models.create import Size, check_images
 
 _CHECKED_ON_OPENING = 1000  # images decoded when a folder is opened; the others are checked when they are read
