@@ -179,6 +179,14 @@ def test_both_sides_of_an_oblong_image_are_stated(size: list[int], shown: Any) -
     assert {setting.name: setting.value for setting in settings}["img_size"] == shown
 
 
+def test_arguments_of_the_recipe_are_stated_as_they_are() -> None:
+    """The shapes of weights do not show the initial values of LayerScales, or where norms are."""
+    args = {"init_values": 0.5, "fc_norm": False, "embed_dim": 16, "num_heads": 2}
+    settings = {setting.name: setting for setting in resolve_model(VIT, args).settings}
+    assert {name: settings[name].value for name in args} == args
+    assert {settings[name].source for name in args} == {"model.args"}
+
+
 @pytest.mark.parametrize(("size", "embedded"), [([48, 64], False), (None, True), (56, True)])
 def test_positions_of_a_square_may_be_those_of_an_oblong_image(size: Any, embedded: bool, tmp_path: Path) -> None:
     """48 patches and a class token are as many as 49 patches: the square is an assumption, and no fact of an oblong."""

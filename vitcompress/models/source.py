@@ -120,9 +120,10 @@ def resolve_model(
         raise InputError(f"{len(class_names)} class names, but the model has {count} classes", hint=CLASSES_HINT)
     names = tuple(class_names) or (file.class_names if len(file.class_names) == count else ())
     sources |= {"model": FROM_RECIPE, **value_sources}
-    settings = tuple(
+    facts = _facts(blank)
+    settings = tuple(  # `chosen` counts: shapes do not show the initial values of LayerScales
         Setting(name, value, sources.get(name, DEFAULT).replace(DEFAULT, f"{DEFAULT} for {arch}"))
-        for name, value in {"model": arch, **_facts(blank), **values}.items()
+        for name, value in {"model": arch, **facts, **chosen, "img_size": facts["img_size"], **values}.items()
     )
     complete = create.with_class_names({**chosen, create.OVERLAY: overlay}, names or overlay.get(create.LABELS, ()))
     return ResolvedModel(arch, complete, file.weights or str(weights), settings, names, file.part)
