@@ -201,6 +201,17 @@ def test_positions_of_a_square_may_be_those_of_an_oblong_image(size: Any, embedd
     assert (built.no_embed_class, torch.equal(built.pos_embed, model.pos_embed)) == (embedded, True)
 
 
+def test_a_norm_after_the_pooling_does_not_show_how_the_recipe_pools(tmp_path: Path) -> None:
+    """With fc_norm, timm pools the class token into that norm, too: these are the arguments of its training."""
+    args = OWN | {"fc_norm": True}
+    model = saved(tmp_path / "own.pth", args=args)
+    resolved = resolve_model(VIT, {"num_heads": 4, "fc_norm": True}, tmp_path / "own.pth")
+    loaded = create_model(VIT, resolved.arch_args, tmp_path / "own.pth")
+    assert torch.equal(loaded(x := torch.randn(1, 3, *model.patch_embed.img_size)), model(x))
+    averages = resolve_model(VIT, {"num_heads": 4}, tmp_path / "own.pth")  # as all other models with this norm
+    assert averages.arch_args["global_pool"] == "avg"
+
+
 def test_the_folder_of_a_dense_model_states_all_that_the_model_depends_on(tmp_path: Path) -> None:
     overlay = {"mean": [0.1, 0.2, 0.3], "crop_pct": 0.8, "label_names": ["a", "b", "c"]}
     model = create_model(VIT, {**OWN, "img_size": [48, 64], "pretrained_cfg_overlay": overlay})

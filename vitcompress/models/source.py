@@ -28,7 +28,7 @@ from vitcompress.models.weights import HUB, NOT_FILES, WeightFile, open_weights
 Arguments = Mapping[str, object]  # of `timm.create_model`
 POSITIONS = re.compile("^pos_embed$|relative_position_bias_table$")
 # Arguments whose other values may give equal shapes -> what the rules then read otherwise.
-AMBIGUOUS = {"img_size": ("img_size", "no_embed_class"), "global_pool": ("global_pool",)}
+AMBIGUOUS = {"img_size": ("img_size", "no_embed_class"), "global_pool": ("global_pool",), "fc_norm": ("global_pool",)}
 DEFAULT = "timm's default"
 ASSUMED = f"assumed: {DEFAULT}, not visible in the weights"
 SQUARE = "assumed: square images, no position of class tokens; for others, set model.args.img_size"
