@@ -214,9 +214,10 @@ def test_all_sources_use_the_same_decoders(source: str, tmp_path: Path) -> None:
         [splits.train[i] for i in range(6)]
 
 
-def test_a_timm_data_set_is_read_through_timm(tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", ["timm:", "timm:torch/image_folder"])
+def test_a_timm_data_set_is_read_through_timm(source: str, tmp_path: Path) -> None:
     root = image_folder(tmp_path, {"train": {"a": 3, "b": 3}, "val": {"a": 2, "b": 1}})
-    splits = open_data(DataOptions("timm:torch/image_folder", str(root), heldout=0.0, test_split="val"), seed=0)
+    splits = open_data(DataOptions(source, str(root), heldout=0.0, test_split="val"), seed=0)
     assert splits.classes == ("a", "b") and splits.test.labels.tolist() == [0, 0, 1]
     assert splits.train[5][0].getpixel((0, 0)) == (2, 0, 0)
 

@@ -192,8 +192,10 @@ def _timm(options: DataOptions) -> Splits:
     train, test = (getattr(part.dataset, "reader", part.dataset) for part in parts)
     files, others = ({str(sample[0]) for sample in getattr(part, "samples", ())} for part in (train, test))
     same = splits[0] != splits[1] and files & others  # timm reads the whole folder where that of a split is missing
-    if same or getattr(train, "class_to_idx", None) != getattr(test, "class_to_idx", None):
+    numbers, other_numbers = (getattr(part, "class_to_idx", None) or {} for part in (train, test))
+    if same or numbers != other_numbers:
         message = f"timm:{name}: {splits[1]!r} has {'the images of' if same else 'other classes than'} {splits[0]!r}"
         raise DataError(message, hint=f"create a folder for each in {options.path}, with the same class folders")
-    names = getattr(parts[0].dataset, "classes", None) or range(int(parts[0].labels.max()) + 1)
+    known = getattr(parts[0].dataset, "classes", None) or sorted(numbers, key=lambda name: numbers[name])
+    names = known or range(int(parts[0].labels.max()) + 1)
     return Splits(name, tuple(map(str, names)), parts[0], test=parts[1])
