@@ -35,6 +35,7 @@ REPLACEMENTS = (*BYPASSES, *ACTIVATION_REPLACEMENTS, *GATE_REPLACEMENTS)
 APPENDED = ("gelu",)
 MAPPINGS = ("arch_args", "removed", "appended", "kept", "heads", "standard")  # keys of a plan
 LISTS = ("folded", "padded")
+AS_BEFORE = "use a plan on the model that it was computed for, as it was then"
 RESTORE = "restore plan.json from the run that wrote it, or run the recipe again"
 
 
@@ -92,13 +93,13 @@ class Plan:
             own, new = self.arch_args, later.arch_args
             names = ", ".join(name for name in {**own, **new} if own.get(name) != new.get(name))
             arguments = f" with other arguments ({names})" if names else ""
-            raise PlanError(f"a plan for {later.arch} cannot follow one for {self.arch}{arguments}")
+            raise PlanError(f"a plan for {later.arch} cannot follow one for {self.arch}{arguments}", hint=AS_BEFORE)
         lists = dict.fromkeys((*later.folded, *later.padded))
         named = {**later.removed, **later.appended, **later.kept, **later.heads, **lists}
         if again := sorted(name for name in named if is_within(module_of(name), self.removed)):
-            raise PlanError(f"the second plan names what the first removed: {', '.join(again)}")
+            raise PlanError(f"the second plan names what the first removed: {', '.join(again)}", hint=AS_BEFORE)
         if again := sorted(set(later.folded) & set(self.folded)):
-            raise PlanError(f"the second plan folds what the first folded: {', '.join(again)}")
+            raise PlanError(f"the second plan folds what the first folded: {', '.join(again)}", hint=AS_BEFORE)
 
         channels = _to_dense_channels(self.kept, later.kept)
         merged: dict[str, object] = {}  # entries of both plans, this plan's only outside of the removed modules
@@ -140,7 +141,7 @@ def _to_dense_channels(before: Channels, later: Channels) -> dict[str, tuple[int
     for space, channels in later.items():
         left = before.get(space)
         if left is not None and not all(0 <= c < len(left) for c in channels):
-            raise PlanError(f"kept.{space}: the first plan left {len(left)} channels, the second counts beyond them")
+            raise PlanError(f"kept.{space} counts beyond the {len(left)} channels of the first plan", hint=AS_BEFORE)
         dense[space] = tuple(channels) if left is None else tuple(left[c] for c in channels)
     return dense
 

@@ -169,6 +169,8 @@ def test_preprocessing_that_was_changed_is_saved(classes: list[str] | None, tmp_
 def test_models_that_cannot_be_saved_are_rejected_and_nothing_is_written(tmp_path: Path) -> None:
     write_model(tmp_path / "run", *compressed("plain", torch.float32))
     model = load_model(tmp_path / "run")
+    with pytest.raises(ArtifactError, match=r"plan\.json is a file"):
+        save_model(model, tmp_path / "run/plan.json")
     with pytest.raises(ArtifactError, match="run is not empty"):
         save_model(model, tmp_path / "run")
     with pytest.raises(InputError, match=r"not as timm builds it with .*: blocks\.0\.mlp\.act differs"):

@@ -67,7 +67,7 @@ def save_model(model: nn.Module, folder: str | Path, classes: Sequence[str] | No
     """
     folder, plan = user_path(folder), create.current_plan(model)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ArtifactError(f"{folder} is not empty", hint="choose a new folder; this one may contain other exports")
+        raise ArtifactError(f"{folder} is {'not empty' if folder.is_dir() else 'a file'}", hint="choose a new folder")
     model = create.prepared(model)
     weights, count = model.state_dict(), getattr(model, "num_classes", None)
     if classes is not None:
