@@ -4,6 +4,7 @@
 
 import json
 import re
+import shutil
 from argparse import Namespace
 from pathlib import Path, PosixPath
 from typing import Any
@@ -376,6 +377,68 @@ def test_models_of_transformers(case: str) -> None:
     if case == "vit":
         about = input_config(model)
         assert (about.mean, about.interpolation, about.crop_mode) == ((0.1, 0.2, 0.3), "bilinear", "squash")
+
+
+@pytest.mark.parametrize(
+    ("changes", "mode", "share"),
+    [
+        ({"size": 8, "image_processor_type": None, "feature_extractor_type": "ViTFeatureExtractor"}, "squash", 1.0),
+        (
+            {"size": 10, "crop_size": 8, "do_center_crop": True, "image_processor_type": "DeiTImageProcessor"},
+            "squash",
+            0.8,
+        ),
+        (
+            {"size": 10, "crop_size": 8, "do_center_crop": True, "image_processor_type": "BitImageProcessor"},
+            "center",
+            0.8,
+        ),
+        (
+            {"size": {"shortest_edge": 10}, "crop_size": {"height": 8, "width": 8}, "do_center_crop": True},
+            "center",
+            0.8,
+        ),
+    ],
+)
+def test_a_number_as_size_is_that_of_its_image_processor(
+    changes: dict, mode: str, share: float, tmp_path: Path
+) -> None:
+    """Published Swin and DeiT models state it so. Equal to transformers 5.24 on photographs."""
+    about = input_config(create_named(VIT, with_processor(changes, tmp_path)))
+    assert (about.crop_mode, about.crop_pct) == (mode, share)
+
+
+@pytest.mark.parametrize(
+    ("changes", "factor"),
+    [
+        ({}, 1 / 255),
+        ({"rescale_factor": 1 / 127.5}, 1 / 127.5),
+        ({"do_rescale": False}, 1),
+        ({"do_normalize": False}, 0),
+    ],
+)
+def test_pixels_are_normalized_as_transformers_does(changes: dict, factor: float, tmp_path: Path) -> None:
+    about = input_config(create_named(VIT, with_processor(changes, tmp_path)))
+    pixels = torch.arange(256, dtype=torch.float64)
+    mean, std = torch.tensor((about.mean, about.std), dtype=torch.float64)[:, :, None]
+    own = torch.tensor([[0.1], [0.2], [0.3]], dtype=torch.float64)
+    expected = (factor * pixels - own) / 0.4 if factor else (pixels / 255).expand(3, -1)
+    torch.testing.assert_close((pixels / 255 - mean) / std, expected, rtol=1e-6, atol=1e-6)  # of their own, in float32
+
+
+def with_processor(changes: dict, folder: Path) -> Path:
+    """A copy of the ViT of transformers, with changes of the configuration of its image processor."""
+    shutil.copytree(TRANSFORMERS / "vit", folder, dirs_exist_ok=True)
+    path = folder / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return folder
+
+
+def test_another_epsilon_of_norms_is_rejected(tmp_path: Path) -> None:
+    path = shutil.copytree(TRANSFORMERS / "vit", tmp_path / "vit") / "config.json"
+    path.write_text(path.read_text().replace('"layer_norm_eps": 1e-12', '"layer_norm_eps": 0.001'))
+    with pytest.raises(WeightsError, match=r"layer_norm_eps 0\.001, timm's models have at most 1e-05"):
+        create_named(VIT, path.parent)
 
 
 def test_a_folder_in_timms_layout(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ ARGUMENTS = ("model_args", "model_kwargs")  # tables of which all keys are argum
 CLASS_NAMES = ("label_names", "class_names", "classes", "class_to_idx", "id2label", "idx_to_class", "labels")
 TRAINING_ONLY = re.compile(r"drop|weight_init")  # arguments without effect on a trained model
 RESAMPLE = dict(enumerate(("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")))  # PIL's numbers
+SHORTEST_EDGE = ("Bit", "CLIP", "ConvNext")  # starts of names of image processors where a size of one number is that
 
 # Names of tensors in transformers' ViT, DeiT, Swin and DINOv2 -> timm's; each pattern once, in this order.
 TRANSFORMERS = "embeddings.patch_embeddings.projection.weight"  # ends the name of a tensor in all of these models
@@ -77,7 +79,7 @@ RENAMES = (
     (r"^(cls_)?classifier\.", "head."),
     (r"^distillation_classifier\.", "head_dist."),
 )
-UNUSED = re.compile(r"^pooler\.|relative_position_index$")  # tensors that classify nothing
+UNUSED = re.compile(r"^pooler\.|^mask_token$|relative_position_index$")  # tensors that classify nothing
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,8 @@ def open_weights(weights: str | Path) -> WeightFile:
     config, processor = (_table(read_json(path / n) if (path / n).is_file() else {}) for n in (CONFIG, PROCESSOR))
     if config.get("hidden_act", "gelu") != "gelu":  # the only activation of timm's models of these architectures
         raise WeightsError(f"{path} has the activation {config['hidden_act']}, timm's models have gelu")
+    if isinstance(epsilon := config.get("layer_norm_eps"), float) and epsilon > 1e-5:  # that of Swin; see `to_timm`
+        raise WeightsError(f"{path} has the layer_norm_eps {epsilon}, timm's models have at most 1e-05")
     tensors, part, content = read_checkpoint(file)
     plan_file = RunFolder(file.parent).plan
     planned = _planned(file, plan_file) if file.suffix == ".safetensors" and "plan" in content else {}
@@ -172,15 +176,13 @@ def to_timm(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             for pattern, replacement in RENAMES:
                 name = re.sub(pattern, replacement, name)
             parts[name].append(tensors[old])
-        joined = {name: torch.cat(few) if len(few) > 1 else few[0] for name, few in parts.items()}
-        tensors = {name: tensor for name, tensor in joined.items() if not UNUSED.search(name)}
+        tensors = {name: torch.cat(few) for name, few in parts.items() if not UNUSED.search(name)}
     if "dist_token" in tensors and "head_dist.weight" not in tensors:  # a token without a classifier is a register
         tensors["reg_token"] = tensors.pop("dist_token")
     if "register_tokens" in tensors:  # DINOv2: only the class token has a position
         positions = tensors["pos_embed"]
         tensors |= {"reg_token": tensors.pop("register_tokens"), "pos_embed": positions[:, 1:]}
         tensors["cls_token"] = tensors["cls_token"] + positions[:, :1]
-        tensors.pop("mask_token", None)
     return tensors
 
 
@@ -229,16 +231,17 @@ def _class_names(tables: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 
 def _processor(config: Mapping[str, Any]) -> dict[str, Any]:
     """Preprocessing of transformers' preprocessor_config.json, with timm's names."""
-    if not config:
-        return {}
-    short, crop = (_edge(config.get(key)) for key in ("size", "crop_size"))
-    crop = crop if config.get("do_center_crop") else short
-    values = {"mean": config.get("image_mean"), "std": config.get("image_std")}
-    if config.get("do_normalize") is False:
-        values = {"mean": [0.0] * 3, "std": [1.0] * 3}
+    kind, size = str(config.get("image_processor_type") or config.get("feature_extractor_type")), config.get("size")
+    short, crop = _edge(size), _edge(config.get("crop_size") if config.get("do_center_crop") else size)
+    stated = {"mean": config.get("image_mean"), "std": config.get("image_std")}
+    values: dict[str, Any] = {"mean": [0.0] * 3, "std": [1.0] * 3} if config.get("do_normalize") is False else stated
+    factor = config.get("rescale_factor") if config.get("do_rescale", True) else 1
+    if isinstance(factor, int | float) and factor > 0 and not isclose(255 * factor, 1, rel_tol=1e-6):
+        with contextlib.suppress(TypeError):  # what is no number is rejected with the arguments of the model
+            values = {name: [value / (255 * factor) for value in numbers] for name, numbers in values.items()}
     values["interpolation"] = RESAMPLE.get(config.get("resample", -1))
     if short and crop and config.get("do_resize", True):
-        squash = isinstance(config["size"], Mapping) and "height" in config["size"]
+        squash = "height" in size if isinstance(size, Mapping) else not kind.startswith(SHORTEST_EDGE)
         values |= {"crop_pct": min(crop / short, 1.0), "crop_mode": "squash" if squash else "center"}
     return values
 
