@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from contracts import build, contract, images
+from contracts import SMALL, VIT, build, contract, images
+from layer_plans import depth_plan
 from too_large import large_ffn, large_residual, large_scores
 from torch import nn
 
+import vitcompress as vc
 from vitcompress.bench import suite
 from vitcompress.cli import main
 from vitcompress.errors import ArtifactError, CheckFailedError, DeviceError, InputError, PrecisionError
@@ -322,6 +324,19 @@ def test_ranges_are_kept_for_each_setting_and_used_only_as_written(tmp_path: Pat
         file.write_text(file.read_text().replace("mlp.fc1", "mlp.fc3"))
     with pytest.raises(ArtifactError, match="is not as it was written"):
         search_int8(folder, model, "onnx", traces(plain), islands=())
+
+
+def test_ranges_are_not_those_of_a_model_with_equal_weights(tmp_path: Path) -> None:
+    """Without an activation, the input of the layer after it has other values; no weight changes before folding."""
+    dense, images = vc.create_model(VIT, **SMALL["vit"]), torch.randn(16, 3, 8, 8)
+    linear = vc.prune(dense, depth_plan(dense, plan_of(dense), [], [0, 1]))
+    vc.save_model(dense, tmp_path / "both")
+    ranges = list[Any]()
+    for model, folder in ((dense, "both"), (linear, "both"), (linear, "alone")):
+        data = [(images, torch.zeros(len(images), dtype=torch.int64))]
+        path = vc.export(model, tmp_path / folder / "model.onnx", data=data, precision="int8")
+        ranges.append(read_json(Path(f"{path}.json"))["metadata"]["quantization"])
+    assert ranges[0] != ranges[1] == ranges[2]
 
 
 def test_ranges_do_not_depend_on_the_format_that_was_exported_first(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from vitcompress.io.progress import SILENT, Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import save_tensors, tensors_digest
 from vitcompress.models.checkpoint import load_model_files, read_plan, write_model
-from vitcompress.models.create import input_config
+from vitcompress.models.create import current_plan, input_config
 from vitcompress.pipeline.dense import load_dense, teacher_for, train_model
 from vitcompress.pipeline.job import Job
 from vitcompress.recipe.load import load_recipe_of_run
@@ -62,12 +62,11 @@ class Calibration:
             return self.ranges
         precision, method = self.options.eight_bits or "int8", self.options.calibration_method
         trained = read_json(self.files.trained_ranges) if self.files.trained_ranges.is_file() else {}
-        fixed = dict[str, float]()
-        if trained.get("model") == model_digest(self.model, precision):
-            if self.factors:
-                raise InputError("smooth would change layers whose ranges were trained", hint="omit smooth")
-            fixed = trained["ranges"]
-        images, settings = self._images(), f"{precision} {method}{self.factors or ''}{' uint8' * self.options.uint8}"
+        fixed = trained["ranges"] if trained.get("model") == model_digest(self.model, precision) else {}
+        if fixed and self.factors:
+            raise InputError("smooth would change layers whose ranges were trained", hint="omit smooth")
+        images, plan = self._images(), current_plan(self.model).digest  # models with equal weights may have other plans
+        settings = f"{plan} {precision} {method}{self.factors or ''}{' uint8' * self.options.uint8}"
         cache = self.files.ranges / f"{model_digest(self.model, settings, images)}.json"
         check_unchanged(self.files.path, cache, self.files.trained_ranges)
         self.ranges = dict(read_json(cache)) if cache.is_file() else calibrate(source, images, precision, method)
