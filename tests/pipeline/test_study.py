@@ -176,7 +176,7 @@ def int8(tiny: Path) -> tuple[Path, Path, dict[str, Any]]:
     text = TINY.replace("formats = []", 'formats = ["onnx"]')
     row = text[text.rindex("[[row]]") :]
     for name, sets in ("int8", ["export.precision=int8"]), ("trained", ["export.precision=int8", "quantize.epochs=1"]):
-        new = row.replace("random_2", name).replace('"Control"', '"random"')
+        new = row.replace("random_2", name).replace("two layers at random", name).replace('"Control"', '"random"')
         text += new.replace('"random"\ntitle', f'"{name}"\ntitle').replace('curve = "random"', f'curve = "{name}"')
         text += f"set = {json.dumps([*sets, 'export.calibration=32'])}\n"
     path.write_text(text)

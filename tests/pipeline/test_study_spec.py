@@ -63,10 +63,14 @@ def test_wrong_arguments_are_reported_and_nothing_is_written(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (("epochs = 2\n", "epochs = 1\n"), "all 2 rows: a total of 1 epochs leaves 0 for the fine-tuning"),
+        (("epochs = 2\n", "epochs = 1\n"), "all 2 rows: epochs = 1 leaves 0 for the fine-tuning"),
         (("lr = ", "lrr = "), "all 2 rows: "),
         (("epochs = 2\n", ""), "epochs"),
         (('name = "random_2"', 'name = "control"'), "row control: there are two of this name"),
+        (
+            ('title = "two layers at random"', 'title = "dense, trained on"'),
+            "row dense, trained on: there are two of this title",
+        ),
         (('name = "random_2"', 'name = "Random 2"'), "row.1.name"),
         (('["Control"]', '["Contrl"]'), "got 'Contrl', expected another row's curve, did you mean Control?"),
         (('["Control"]', '["random"]'), "row random_2.against   got 'random', expected another row's curve"),
@@ -98,7 +102,7 @@ def test_a_row_trained_in_int8_gets_no_more_epochs(tiny: Path, tmp_path: Path) -
     control, trained = load_study(str(path), sets).rows
     assert (control.recipe.finetune.epochs, control.recipe.export.precision) == (4, "fp32")
     assert (trained.recipe.finetune.epochs, trained.recipe.quantize.epochs) == (1, 3)
-    with pytest.raises(RecipeError, match="row random_2: a total of 4 epochs leaves 0 for the fine-tuning"):
+    with pytest.raises(RecipeError, match="row random_2: epochs = 4 leaves 0 for the fine-tuning"):
         load_study(str(path), ["epochs=4", sets[1]])
 
 

@@ -1,6 +1,6 @@
 """A study as data: TOML (recipes/README.md), checked as a whole, all mistakes reported at once."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -127,7 +127,7 @@ def _divide_epochs(row: Row, total: int, wrong: dict[str, list[str]]) -> Row:
     """The row, whose fine-tuning has what other trainings leave of `total`; nothing left is added to `wrong`."""
     left = total - epochs_outside_recovery(row.recipe)
     if left < 1:
-        wrong[f"a total of {total} epochs leaves {left} for the fine-tuning, expected 1 or more"].append(row.name)
+        wrong[f"epochs = {total} leaves {left} for the fine-tuning, expected 1 or more"].append(row.name)
     return replace(row, recipe=replace(row.recipe, finetune=replace(row.recipe.finetune, epochs=left)))
 
 
@@ -161,8 +161,10 @@ def _build_row(study: str, tables: _Tables, row: RowTable, wrong: dict[str, list
 
 def _contradictions(tables: _Tables) -> Iterator[str]:
     """Mistakes that involve several tables."""
-    names, curves = [row.name for row in tables.row], {row.curve for row in tables.row}
-    yield from (f"row {name}: there are two of this name" for name in dict.fromkeys(names) if names.count(name) > 1)
+    curves = {row.curve for row in tables.row}
+    for key in ("name", "title"):  # tables and pictures name a row by its title
+        counts = Counter(getattr(row, key) for row in tables.row)
+        yield from (f"row {value}: there are two of this {key}" for value, count in counts.items() if count > 1)
     for own, curve in ((row, curve) for row in tables.row for curve in row.against):
         if curve not in (others := curves - {own.curve}):
             yield f"row {own.name}.against   got {curve!r}, expected another row's curve{did_you_mean(curve, others)}"
