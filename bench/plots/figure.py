@@ -1,5 +1,6 @@
 """Matplotlib figures: creation, shared styles, and saving. Matplotlib is optional."""
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ FORMATS = (".png", ".svg", ".pdf")
 # curves also differ in their markers, for prints without color.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
 MARKS = "osD^vPX<>hp"
+CHARACTERS = 14  # of small text per inch
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -20,6 +22,14 @@ def new_figure(width: float, height: float) -> Any:
     except ImportError:
         raise MissingExtraError("matplotlib", "plots", need="a plot") from None
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def wrap(text: str, inches: float) -> str:
+    """`text` in lines of this width in a small font, as it is: matplotlib sets what is between two `$` as mathematics,
+    and its legends omit what begins with `_`.
+    """
+    lines = textwrap.fill(text, int(CHARACTERS * inches)).replace("$", r"\$")
+    return f" {lines}" if lines.startswith("_") else lines
 
 
 def check_path(path: Path) -> None:

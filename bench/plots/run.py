@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from vitcompress.bench.plots.figure import COLORS, MARKS, new_figure, save_figure
+from vitcompress.bench.plots.figure import COLORS, MARKS, new_figure, save_figure, wrap
 from vitcompress.bench.plots.structure import LAYERS, WIDTHS, Layer, Structure, Width, describe_structure
 from vitcompress.io.plugins import is_plugin
 from vitcompress.io.run_folder import RunFolder
@@ -55,7 +55,7 @@ def structure_figure(structure: Structure, title: str) -> Any:
     legend = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 3, "fontsize": "small", "frameon": False}
     above.legend(handles=state_patches(), **legend)
     below.set_xlabel("block")
-    figure.suptitle(title)
+    figure.suptitle(wrap(title, 0.7 * figure.get_figwidth()))  # in a larger font
     return figure
 
 
@@ -126,7 +126,7 @@ def charts_figure(charts: Sequence[Chart], title: str) -> Any:
         _draw_chart(axes, chart)
     for axes in grid[len(charts) :]:
         axes.set_axis_off()
-    figure.suptitle(title)
+    figure.suptitle(wrap(title, 0.7 * figure.get_figwidth()))
     return figure
 
 

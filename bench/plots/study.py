@@ -6,12 +6,13 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from vitcompress.bench.plots.figure import COLORS, MARKS, new_figure, save_figure
+from vitcompress.bench.plots.figure import COLORS, MARKS, new_figure, save_figure, wrap
 from vitcompress.bench.plots.run import TITLES, Panel, draw_panel, state_patches
 from vitcompress.bench.plots.structure import Structure, describe_structure
 from vitcompress.plan import Plan
 
 FAR_BELOW = 10.0  # points
+LEGEND = 2.4  # inches, without its marks
 TICKS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1, 1.5, 2, 3, 4, 5, 7, 10)
 FINE_TICKS = tuple(tick / 20 for tick in range(1, 61))  # where fewer than three of the others are on the axis
 Row = Mapping[str, Any]  # a row of a study, see pipeline.study.results
@@ -67,13 +68,16 @@ def grid_figure(shown: Mapping[str, Sequence[Structure]], panel: Panel) -> Any:
     first = next(iter(shown.values()))[0]
     lines = len(first.layers if panel == "layers" else first.widths)
     columns = max(map(len, shown.values()))
-    figure = new_figure((1.6 + 0.42 * len(first.blocks)) * columns, 0.4 + (0.85 + 0.27 * lines) * len(shown))
+    width, height = 1.6 + 0.42 * len(first.blocks), 0.85 + 0.27 * lines
+    # A title that is wider than its blocks would narrow those of all columns.
+    titles = [wrap(f"{title}, seed", width - 0.7) for title in shown]
+    figure = new_figure(width * columns, 0.4 + height * len(shown) + 0.16 * "".join(titles).count("\n"))
     figure.get_layout_engine().set(h_pad=0.08)  # inches, between a title and the row above
     grid = figure.subplots(len(shown), columns, squeeze=False)
-    for line, (title, structures) in zip(grid, shown.items(), strict=True):
+    for line, title, structures in zip(grid, titles, shown.values(), strict=True):
         for seed, (axes, structure) in enumerate(zip(line, structures, strict=False)):
             draw_panel(axes, structure, panel)
-            axes.set_title(f"{title}, seed {seed}", fontsize="small", loc="left")
+            axes.set_title(f"{title} {seed}", fontsize="small", loc="left")
             axes.tick_params(labelsize="small")
     figure.supxlabel("block of the dense model", fontsize="small")
     if panel == "layers":
@@ -98,6 +102,7 @@ def accuracy_figure(study: Row) -> Any:
     figure = new_figure(3.4 + 5.2 * len(sides), 5.4)
     for axes, (key, label) in zip(figure.subplots(1, len(sides), squeeze=False)[0], sides, strict=True):
         for style, curve in _curves(rows):
+            style["label"] = wrap(style["label"], LEGEND)
             tops = [seeds[row["row"]] for row in curve]
             means = [fmean(top) for top in tops]
             ends = [[fmean(top) - min(top) for top in tops], [max(top) - fmean(top) for top in tops]]
@@ -130,7 +135,7 @@ def _curves(rows: Sequence[Row]) -> Iterator[tuple[dict[str, Any], list[Row]]]:
             yield {"color": color, "marker": mark, "ms": 6, "ls": "-", "label": curve}, own
         elif not own[0]["against"]:
             style = {"color": "black", "marker": next(baselines, "*"), "ms": 11, "ls": "none"}
-            yield {"label": own[0]["title"], **style}, own
+            yield {"label": own[0]["title"] if len(own) == 1 else curve, **style}, own
         else:
             method = own[0]["against"][0]
             rivals[method] = rivals.get(method, 0) + 1
@@ -146,6 +151,7 @@ def _limit_to_majority(axes: Any, study: Row, key: str, seeds: Mapping[str, Sequ
     axes.set_ylim(min(shown) - margin, max(shown) + margin)
     for row in study["rows"]:
         if min(seeds[row["row"]]) < limit:
-            text = f"{row['curve']}:\n{', '.join(f'{value:.0f}' for value in sorted(seeds[row['row']]))} %"
+            tops = ", ".join(f"{value:.0f}" for value in sorted(seeds[row["row"]]))
+            text = f"{wrap(row['curve'], LEGEND)}:\n{tops} %"
             place = {"xytext": (-4, 3), "textcoords": "offset points", "ha": "right", "fontsize": 8}
             axes.annotate(text, (row[key], min(shown) - margin), **place)

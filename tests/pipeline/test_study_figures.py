@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from vitcompress.bench.plots import study
+from vitcompress.bench.plots.structure import describe_structure
 from vitcompress.pipeline.study import results
+from vitcompress.plan import Plan
 
 
 def test_holm_corrects_as_in_the_textbook() -> None:
@@ -79,3 +81,28 @@ def test_every_curve_has_pictures_of_its_own(tmp_path: Path) -> None:
     paths = study.draw(whole, tmp_path)
     assert [path.name for path in paths] == ["accuracy.png", *(f"a_b{n}-layers.png" for n in ("", "_2", "_2_2"))]
     assert sorted(paths) == sorted(tmp_path.iterdir())
+
+
+def test_the_legend_names_rows_as_they_are() -> None:
+    """Mathematics of matplotlib, names that its legends omit, and the title of one of two rows for both."""
+    named = (("_kept", [], "half"), ("_kept", [], "third"), ("$a_b$", ["_kept"], "x"), ("one", [], "$c$ alone"))
+    costs = {"macs": 1, "macs_ratio": 0.9}
+    rows = [{"row": t, "title": t, "curve": curve, "against": against, **costs} for curve, against, t in named]
+    runs = [{"row": row["row"], "correct": 7, "total": 10} for row in rows]
+    figure = study.accuracy_figure({"rows": rows, "runs": runs, "speed": None, "dense": {"top1_mean": 0.9}})
+    labels = [text.get_text().strip() for text in figure.legends[0].get_texts()]
+    assert labels == ["dense", "_kept", r"\$a_b\$", r"\$c\$ alone"], "an escaped $ is one"
+
+
+def test_long_titles_do_not_narrow_the_blocks() -> None:
+    args = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 3, "num_heads": 2}
+    structure = describe_structure(Plan("vit_tiny_patch16_224", args, {"blocks.0.attn": "drop"}))
+
+    def boxes(title: str) -> Any:
+        figure = study.grid_figure({title: [structure] * 2}, "layers")
+        figure.draw_without_rendering()
+        titles = [axes._left_title.get_window_extent() for axes in figure.axes]
+        assert titles[0].x1 < titles[1].x0 and titles[1].x1 <= figure.bbox.x1, "the titles do not overlap"
+        return [axes.get_position().width for axes in figure.axes]
+
+    assert boxes("a long title of a row, " * 5) == pytest.approx(boxes("short"), rel=0.01)
