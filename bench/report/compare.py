@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple, NotRequired, TypedDict
 
-from vitcompress.bench.plots.figure import COLORS, MARKS, check_path, new_figure, save_figure
+from vitcompress.bench.plots.figure import CHARACTERS, COLORS, MARKS, check_path, new_figure, save_figure, wrap
 from vitcompress.bench.report.files import format_accuracy, pairs
 from vitcompress.bench.report.records import AccuracyRecord, RatioRecord, Report, TableRecord
 from vitcompress.bench.report.run import count_verdicts
@@ -15,6 +15,7 @@ from vitcompress.io.text import NOT_MEASURED, format_change, format_count, forma
 Model = Literal["dense", "compressed", "control"]
 COUNTS: dict[str, Literal["params", "macs"]] = {"parameters": "params", "MACs": "macs"}
 COLUMNS = ("run", "dense model", "accuracy", *COUNTS, "speed-up (95 %)", "checks")
+WIDTH, MARK = 7.0, 0.6  # inches, of a plot and of a mark in its legend
 Cells = dict[str, str]  # by column; those that a row lacks are empty
 
 
@@ -111,14 +112,14 @@ def _gap(report: Report) -> str:
 
 def points(runs: Mapping[str, Report]) -> Iterator[Point]:
     """The runs that have both an accuracy and a speed, each after its dense model."""
-    groups = dense_models(runs)
+    groups, names = dense_models(runs), dict(zip(runs, shorten_paths([*runs]), strict=True))
     for dense, members in groups.items():
         if accuracy := next((known for _, report in members if (known := _accuracy(report, "dense"))), None):
             yield Point(dense, "", None, accuracy)
         for name, report in members:
             speed, own = _speed(report), _accuracy(report)
             if speed and own:
-                yield Point(f"{Path(name).name}{f' ({dense})' if len(groups) > 1 else ''}", *speed, own)
+                yield Point(f"{names[name]}{f' ({dense})' if len(groups) > 1 else ''}", *speed, own)
 
 
 def plot(runs: Mapping[str, Report], path: Path) -> Path:
@@ -131,19 +132,21 @@ def plot(runs: Mapping[str, Report], path: Path) -> Path:
     if not any(point.ratio for point in shown):
         reasons = "; ".join(f"{Path(name).name}: {_gap(report)}" for name, report in runs.items())
         raise InputError(f"none of these runs has both an accuracy and a speed to plot: {reasons}")
-    figure = new_figure(7, 4.5)
+    names = [wrap(point.run, WIDTH - MARK) for point in shown]
+    columns = min(3, int(WIDTH / (max(map(len, names)) / CHARACTERS + MARK)) or 1)
+    figure = new_figure(WIDTH, 4 + 0.2 * -(-len(shown) // columns))
     axes = figure.subplots()
-    for number, point in enumerate(shown):
+    for number, (name, point) in enumerate(zip(names, shown, strict=True)):
         x, y = point.ratio["median"] if point.ratio else 1.0, 100 * point.accuracy["top1"]
         left, right = point.ratio["ci95"] if point.ratio else (None, None)
         low, high = (100 * end for end in point.accuracy["top1_ci95"])
-        style = {"color": COLORS[number % len(COLORS)], "marker": MARKS[number % len(MARKS)], "label": point.run}
+        style = {"color": COLORS[number % len(COLORS)], "marker": MARKS[number % len(MARKS)], "label": name}
         style |= {} if point.ratio else {"color": "gray", "mfc": "white"}
         bar = None if left is None or right is None else [[x - left], [right - x]]  # None: too few rounds
         axes.errorbar([x], [y], xerr=bar, yerr=[[y - low], [high - y]], ls="none", capsize=3, **style)
     axes.axvline(1.0, linestyle=":", color="lightgray")
-    runtimes = " or ".join(dict.fromkeys(point.runtime for point in shown if point.runtime))
-    axes.set(xlabel=f"times as fast as its dense model ({runtimes})", ylabel="top-1 on the test images, %")
+    settings = dict.fromkeys(f"{point.runtime}, batch {point.ratio['batch']}" for point in shown if point.ratio)
+    axes.set(xlabel=f"times as fast as its dense model ({' or '.join(settings)})", ylabel="top-1 on the test images, %")
     axes.set_title("bars: 95 % intervals", fontsize="small", loc="left")
-    figure.legend(fontsize="small", loc="outside lower center", ncols=3)  # beside the axes, where it hides no interval
+    figure.legend(fontsize="small", loc="outside lower center", ncols=columns)  # where it hides no interval
     return save_figure(figure, path)

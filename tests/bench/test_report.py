@@ -287,6 +287,23 @@ def test_a_speed_up_without_an_interval_has_no_bar(
     assert [(bar.has_xerr, bar.has_yerr) for bar in bars] == [(True, True), (False, True)]
 
 
+def test_the_plot_names_each_run_and_the_batch_size(
+    measured: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs of one name in several folders looked alike, and long names were cut off."""
+    figures: list[Any] = []
+    monkeypatch.setattr(compare, "save_figure", lambda figure, path: figures.append(figure))
+    runs = dict.fromkeys(("a/run", "b/run", "b/$x_1$", f"b/{'long_' * 12}", f"b/{'long_' * 30}"), measured[1])
+    compare.plot(runs, tmp_path / "plot.png")
+    (figure,) = figures
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    labels = [text.get_text().replace("\n", "") for text in legend.get_texts()]
+    assert labels == ["dense", "a/run", "b/run", r"\$x_1\$", "long_" * 12, "long_" * 30]
+    assert legend.get_window_extent().x0 >= 0 and legend.get_window_extent().x1 <= figure.bbox.x1
+    assert figure.axes[0].get_xlabel() == "times as fast as its dense model (onnxruntime, batch 2)"
+
+
 def test_the_cost_of_a_model_fits_the_report() -> None:
     counted = count_cost(build("plain", dtype=torch.float32), (3, 8, 8)).to_dict()
     rows = run.cost_table({"recipe": "x", "cost": {"dense": counted, "compressed": counted}}).rows
