@@ -42,6 +42,16 @@ def test_a_row_is_compared_with_the_nearest_of_a_curve() -> None:
     assert mixed["verdict"] == "within noise" and mixed["differences"][1] == 0
 
 
+def test_equal_counts_have_no_negative_difference() -> None:
+    """The mean of +3 and -3 images of 540 is -5.6e-17."""
+    counts = {"a1": (300, 305), "b1": (297, 308)}
+    correct = {row: [np.arange(540) < count for count in seeds] for row, seeds in counts.items()}
+    rows = [{**row, "title": row["row"]} for row in rows_of(a1=0.5, b1=0.45)]
+    pairs = results.compare_rows(rows, correct)
+    assert pairs[0]["mean"] < 0 and pairs[0]["only_row"] == pairs[0]["only_against"] == 3
+    assert results.pair_table({"rows": rows, "pairs": pairs}).rows[0][3] == "+0.0 ± 0.8"
+
+
 def test_rows_are_plotted_with_the_method_that_they_are_compared_with() -> None:
     def row(name: str, curve: str, *against: str) -> dict[str, Any]:
         return {"row": name, "curve": curve, "against": list(against)}

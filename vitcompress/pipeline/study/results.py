@@ -248,7 +248,7 @@ def pair_table(study: dict[str, Any]) -> Table:
         "row": lambda pair: titles[pair["row"]],
         "against": lambda pair: titles[pair["against"]],
         "MACs ratios": "{macs_ratio[0]:.2f} / {macs_ratio[1]:.2f}",
-        "points": lambda pair: f"{100 * pair['mean']:+.1f}{_format_deviation(pair['std'])}",
+        "points": lambda pair: f"{100 * pair['mean']:+z.1f}{_format_deviation(pair['std'])}",
         "only one correct": "{only_row} / {only_against}",
         "p (Holm)": "{p_holm:.2g}",
         "verdict": "{verdict}",
