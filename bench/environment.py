@@ -129,7 +129,7 @@ def disturbances(conditions: Conditions) -> Iterator[str]:
     if (others := conditions["other_processes_cores"] or 0.0) > machine.DISTURBED:
         yield f"other processes used {others:.1f} of {machine.usable_cores()} cores during the measurement"
     if pauses := conditions["held_back_by_quota"]:
-        yield f"the container was paused {pauses} times because its CPU quota was used up"
+        yield f"the container was paused {pauses} time{'s' * (pauses != 1)} because its CPU quota was used up"
     if gpu := conditions["gpu"]:
         if gpu["foreign_processes"]:
             yield f"other processes used the GPU: {', '.join(map(str, gpu['foreign_processes']))}"

@@ -66,7 +66,7 @@ QUIET = {
         ({"other_processes_cores": 0.375}, "other processes used 0.4 of 6 cores during the measurement"),
         (
             {"held_back_by_quota": 1},
-            "the container was paused 1 times because its CPU quota was used up",
+            "the container was paused 1 time because its CPU quota was used up",
         ),
         ({"gpu": {"foreign_processes": [7, 9], "throttled_by": None}}, "other processes used the GPU: 7, 9"),
         (
