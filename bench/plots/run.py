@@ -28,10 +28,9 @@ def draw(folders: Sequence[str | Path], into: str | Path) -> list[Path]:
     Raises PlanError if a folder has no plan (nothing is drawn), and MissingExtraError without matplotlib.
     """
     paths = []
-    distinct = list(dict.fromkeys(map(Path, folders)))
-    names = shorten_paths([str(folder.resolve()) for folder in distinct])
+    names = shorten_paths(str(Path(folder).resolve()) for folder in folders)
     # With as many parent folders as needed to distinguish them.
-    runs = {"-".join(part.strip("/\\:") for part in Path(n).parts): f for n, f in zip(names, distinct, strict=True)}
+    runs = {"-".join(part.strip("/\\:") for part in Path(name).parts): Path(path) for path, name in names.items()}
     plans = {name: read_plan(RunFolder(folder).plan) for name, folder in runs.items()}
     for name, folder in runs.items():
         figure = structure_figure(describe_structure(plans[name]), name)
@@ -79,8 +78,7 @@ def draw_panel(axes: Any, structure: Structure, panel: Panel) -> None:
     numbers = [re.split("[._]", path)[-1] for path in structure.blocks]
     axes.set_xticks([*(n + 0.5 for n in range(count)), count + 1.0], [*numbers, "total"], fontsize="small")
     axes.tick_params(length=0)
-    for edge in axes.spines.values():
-        edge.set_visible(False)
+    axes.spines[:].set_visible(False)
     for start in structure.stage_starts[1:]:
         axes.axvline(start, color="black", lw=1.6)
     axes.set_title(TITLES[panel], fontsize="medium", loc="left")

@@ -42,7 +42,7 @@ class Point(NamedTuple):
 
 def compare_runs(runs: Mapping[str, Report]) -> Comparison:
     """Compare each run, by its folder, with its own dense model."""
-    groups, names = dense_models(runs), dict(zip(runs, shorten_paths([*runs]), strict=True))
+    groups, names = dense_models(runs), shorten_paths(runs)
     largest = {name: max(report["cost"]["dense"][key] for report in runs.values()) for name, key in COUNTS.items()}
     rows = list[Cells]()
     for dense, members in groups.items():
@@ -80,15 +80,13 @@ def _dense_cells(report: Report, model: Literal["dense", "control"], largest: Ma
 
 
 def _compressed_cells(report: Report, largest: Mapping[str, int]) -> Cells:
+    speed, verify = _speed(report), report.get("verify")
     cells = {"accuracy": format_accuracy(_accuracy(report), NOT_MEASURED)}
-    cells |= {"speed-up (95 %)": NOT_MEASURED, "checks": "not run"}
+    cells["speed-up (95 %)"] = f"{format_speedup(speed[1])}, batch {speed[1]['batch']}" if speed else NOT_MEASURED
+    cells["checks"] = count_verdicts(verify) if verify else "not run"
     for name, key in COUNTS.items():
         dense, compressed = report["cost"]["dense"][key], report["cost"]["compressed"][key]
         cells[name] = f"{format_count(compressed, largest[name])} ({format_change(dense, compressed)})"
-    if speed := _speed(report):
-        cells["speed-up (95 %)"] = f"{format_speedup(speed[1])}, batch {speed[1]['batch']}"
-    if verify := report.get("verify"):
-        cells["checks"] = count_verdicts(verify)
     return cells
 
 
@@ -112,7 +110,7 @@ def _gap(report: Report) -> str:
 
 def points(runs: Mapping[str, Report]) -> Iterator[Point]:
     """The runs that have both an accuracy and a speed, each after its dense model."""
-    groups, names = dense_models(runs), dict(zip(runs, shorten_paths([*runs]), strict=True))
+    groups, names = dense_models(runs), shorten_paths(runs)
     for dense, members in groups.items():
         if accuracy := next((known for _, report in members if (known := _accuracy(report, "dense"))), None):
             yield Point(dense, "", None, accuracy)

@@ -47,10 +47,9 @@ def read_benchmarks(path: Path, kind: object = records.SpeedsRecord) -> list[rec
     Raises ArtifactError if the file is missing, or an entry has not all that `kind`, a type of records, requires.
     """
     content = read_json(path)
-    entries: list[records.BenchRecord] = content if isinstance(content, list) else [content]
-    hint = "give the output of `vitcompress bench --json`"
-    entries = check_record(path, entries, list[kind], "contains no measurement", hint)  # type: ignore[valid-type]
-    return entries
+    entries, hint = content if isinstance(content, list) else [content], "give the output of `vitcompress bench --json`"
+    check_record(path, entries, list[kind], "contains no measurement", hint)  # type: ignore[valid-type]
+    return cast(list[records.BenchRecord], entries)
 
 
 _adapter = cache(TypeAdapter)  # building one takes longer than checking a record
@@ -155,8 +154,7 @@ def cost_table(report: records.Report) -> Table:
 def bench_table(entries: Sequence[records.BenchRecord]) -> Table:
     """One row per artifact and runtime; its speed-up is over the first artifact at the same batch size."""
     rows: list[dict[str, Any]] = [{**row, "ratio": ratio} for entry in entries for row, ratio in _pair_ratios(entry)]
-    paths = [row["artifact"] for row in rows]
-    names = dict(zip(paths, text.shorten_paths(paths), strict=True))
+    names = text.shorten_paths(row["artifact"] for row in rows)
     columns: Columns = {
         "artifact": lambda row: names[row["artifact"]],
         "runtime": "{runtime} {device}",

@@ -105,11 +105,9 @@ def _layer(data: Mapping[str, Any]) -> Layer:
     texts = [str(next((tensor[key] for key in keys if tensor.get(key)), "")) for tensor in several]
     texts += [str(weights.get("Type", ""))] if isinstance(weights, Mapping) else []
     kind, tactic, metadata = (str(data.get(key) or "") for key in ("LayerType", "TacticName", "Metadata"))
-    return Layer(str(data["Name"]), kind, tactic, metadata, tuple(map(_precision_in, texts)))
-
-
-def _precision_in(text: str) -> str | None:
-    return None if text.startswith("N/A") else next((name for name, form in TYPES if form.search(text)), None)
+    known = ("" if text.startswith("N/A") else text for text in texts)
+    precisions = (next((name for name, form in TYPES if form.search(text)), None) for text in known)
+    return Layer(str(data["Name"]), kind, tactic, metadata, tuple(precisions))
 
 
 def layer_checks(layers: Sequence[Layer], precision: str, attentions: int, products: int = 0) -> tuple[Check, ...]:

@@ -49,11 +49,12 @@ def test_numbers_of_one_row_have_one_unit() -> None:
 
 
 def test_paths_are_shortened_to_unique_suffixes() -> None:
-    assert shorten_paths(["a/dense.onnx", "a/model.onnx"]) == ["dense.onnx", "model.onnx"]
-    assert shorten_paths(["/r/a/model.onnx", "/r/b/model.onnx"]) == ["a/model.onnx", "b/model.onnx"]
+    assert [*shorten_paths(["a/dense.onnx", "a/model.onnx"]).values()] == ["dense.onnx", "model.onnx"]
+    assert [*shorten_paths(["/r/a/model.onnx", "/r/b/model.onnx"]).values()] == ["a/model.onnx", "b/model.onnx"]
     text = "/r/a/model.onnx, batch 1: noisy (/r/a/model.onnx; /r/a; is)"
     assert shorten_names(text, ["/r/a", "/r/a/model.onnx", "is"]) == "model.onnx, batch 1: noisy (model.onnx; a; is)"
-    assert shorten_paths(["m.onnx", "a/m.onnx", "timm:x", "timm:x"]) == ["m.onnx", "a/m.onnx", "timm:x", "timm:x"]
+    names = ["m.onnx", "a/m.onnx", "timm:x"]
+    assert shorten_paths([*names, "timm:x"]) == dict(zip(names, names, strict=True))
 
 
 def test_a_table_is_built_from_records_with_format_strings_and_functions() -> None:

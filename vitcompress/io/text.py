@@ -92,16 +92,15 @@ def describe_ratio(ratio: Mapping[str, Any]) -> str:
     return f"{ratio['b']} is {figures[0]} times as fast as {ratio['a']} ({figures[1]})"
 
 
-def shorten_paths(names: Sequence[str]) -> list[str]:
-    """Each path as its shortest unique suffix: `a/model.onnx` and `b/model.onnx`."""
-
-    def shorten(name: str) -> str:
-        others, parts = set(names) - {name}, Path(name).parts
+def shorten_paths(names: Iterable[str]) -> dict[str, str]:
+    """Each path -> its shortest unique suffix: `a/model.onnx` and `b/model.onnx`."""
+    result = dict.fromkeys(names, "")
+    for name in result:
+        others, parts = result.keys() - {name}, Path(name).parts
         tails = (parts[-count:] for count in range(1, len(parts)))
         unique = (tail for tail in tails if all(Path(other).parts[-len(tail) :] != tail for other in others))
-        return str(Path(*next(unique, (name,))))
-
-    return [shorten(name) for name in names]
+        result[name] = str(Path(*next(unique, (name,))))
+    return result
 
 
 def escape_markdown(text: str) -> str:
@@ -112,8 +111,7 @@ def escape_markdown(text: str) -> str:
 
 def shorten_names(text: str, names: Iterable[str]) -> str:
     """`text` with each path among the `names` as its shortest unique suffix, the longest first."""
-    distinct = list(dict.fromkeys(names))
-    for name, short in sorted(zip(distinct, shorten_paths(distinct), strict=True), key=lambda pair: -len(pair[0])):
+    for name, short in sorted(shorten_paths(names).items(), key=lambda pair: -len(pair[0])):
         text = text.replace(name, short) if "/" in name else text
     return text
 

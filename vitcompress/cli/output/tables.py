@@ -185,8 +185,7 @@ def print_bench(bench: BenchRecord, table: Table, *, notes: bool) -> None:
 
 def print_accuracy(evaluation: Evaluation) -> None:
     """Accuracy with counts, throughput if it was measured, and McNemar's test of each later row against the first."""
-    paths = [row["artifact"] for row in evaluation["rows"]]
-    names = dict(zip(paths, shorten_paths(paths), strict=True))
+    names = shorten_paths(row["artifact"] for row in evaluation["rows"])
     columns: Columns = {
         "artifact": lambda row: names[row["artifact"]],
         "top-1": lambda row: f"{100 * row['top1']:.2f} % ({row['correct']}/{row['total']})",
