@@ -12,7 +12,6 @@ FORMATS = (".png", ".svg", ".pdf")
 # curves also differ in their markers, for prints without color.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
 MARKS = "osD^vPX<>hp"
-CHARACTERS = 14  # of small text per inch
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -25,10 +24,8 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def wrap(text: str, inches: float) -> str:
-    """`text` in lines of this width in a small font, as it is: matplotlib sets what is between two `$` as mathematics,
-    and its legends omit what begins with `_`.
-    """
-    lines = textwrap.fill(text, int(CHARACTERS * inches)).replace("$", r"\$")
+    """`text` wrapped, else as it is: in matplotlib, `$` begins mathematics, and legends omit what begins with `_`."""
+    lines = textwrap.fill(text, int(14 * inches)).replace("$", r"\$")  # 14 characters take an inch
     return f" {lines}" if lines.startswith("_") else lines
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple, NotRequired, TypedDict
 
-from vitcompress.bench.plots.figure import CHARACTERS, COLORS, MARKS, check_path, new_figure, save_figure, wrap
+from vitcompress.bench.plots.figure import COLORS, MARKS, check_path, new_figure, save_figure, wrap
 from vitcompress.bench.report.files import format_accuracy, pairs
 from vitcompress.bench.report.records import AccuracyRecord, RatioRecord, Report, TableRecord
 from vitcompress.bench.report.run import count_verdicts
@@ -15,7 +15,6 @@ from vitcompress.io.text import NOT_MEASURED, format_change, format_count, forma
 Model = Literal["dense", "compressed", "control"]
 COUNTS: dict[str, Literal["params", "macs"]] = {"parameters": "params", "MACs": "macs"}
 COLUMNS = ("run", "dense model", "accuracy", *COUNTS, "speed-up (95 %)", "checks")
-WIDTH, MARK = 7.0, 0.6  # inches, of a plot and of a mark in its legend
 Cells = dict[str, str]  # by column; those that a row lacks are empty
 
 
@@ -130,15 +129,14 @@ def plot(runs: Mapping[str, Report], path: Path) -> Path:
     if not any(point.ratio for point in shown):
         reasons = "; ".join(f"{Path(name).name}: {_gap(report)}" for name, report in runs.items())
         raise InputError(f"none of these runs has both an accuracy and a speed to plot: {reasons}")
-    names = [wrap(point.run, WIDTH - MARK) for point in shown]
-    columns = min(3, int(WIDTH / (max(map(len, names)) / CHARACTERS + MARK)) or 1)
-    figure = new_figure(WIDTH, 4 + 0.2 * -(-len(shown) // columns))
+    figure = new_figure(7, 4 + 0.2 * len(shown))
     axes = figure.subplots()
-    for number, (name, point) in enumerate(zip(names, shown, strict=True)):
+    for number, point in enumerate(shown):
         x, y = point.ratio["median"] if point.ratio else 1.0, 100 * point.accuracy["top1"]
         left, right = point.ratio["ci95"] if point.ratio else (None, None)
         low, high = (100 * end for end in point.accuracy["top1_ci95"])
-        style = {"color": COLORS[number % len(COLORS)], "marker": MARKS[number % len(MARKS)], "label": name}
+        style = {"color": COLORS[number % len(COLORS)], "marker": MARKS[number % len(MARKS)]}
+        style["label"] = wrap(point.run, 6.4)  # inches, beside the mark
         style |= {} if point.ratio else {"color": "gray", "mfc": "white"}
         bar = None if left is None or right is None else [[x - left], [right - x]]  # None: too few rounds
         axes.errorbar([x], [y], xerr=bar, yerr=[[y - low], [high - y]], ls="none", capsize=3, **style)
@@ -146,5 +144,5 @@ def plot(runs: Mapping[str, Report], path: Path) -> Path:
     settings = dict.fromkeys(f"{point.runtime}, batch {point.ratio['batch']}" for point in shown if point.ratio)
     axes.set(xlabel=f"times as fast as its dense model ({' or '.join(settings)})", ylabel="top-1 on the test images, %")
     axes.set_title("bars: 95 % intervals", fontsize="small", loc="left")
-    figure.legend(fontsize="small", loc="outside lower center", ncols=columns)  # where it hides no interval
+    figure.legend(fontsize="small", loc="outside lower center")  # where it hides no interval
     return save_figure(figure, path)
