@@ -21,20 +21,19 @@ Row = Mapping[str, Any]  # a row of a study, see pipeline.study.results
 def draw(study: Row, into: Path) -> list[Path]:
     """Draw the content of a study.json into the folder `into`. Raises MissingExtraError without matplotlib."""
     paths = [save_figure(accuracy_figure(study), into / "accuracy.png")]
-    structures: dict[str, list[Structure]] = {}
+    seeds: dict[str, list[Structure]] = {}  # row -> its structure with each seed
     for run in study["runs"]:
         # A study records how many channels each space keeps, not which.
         kept = {space: tuple(range(count)) for space, count in run["kept"].items()}
         edits = {"removed": run["removed"], "folded": tuple(run["folded"]), "heads": run["heads"]}
         plan = Plan(study["model"]["arch"], study["model"]["arch_args"], kept=kept, **edits)
-        structures.setdefault(run["row"], []).append(describe_structure(plan))
+        seeds.setdefault(run["row"], []).append(describe_structure(plan))
     for curve, rows in grouped(study["rows"]).items():
         name = re.sub(r"\W+", "_", curve.lower().replace("+", " plus")).strip("_")  # HetDPT+ -> hetdpt_plus
         while any(path.name.startswith(f"{name}-") for path in paths):  # of another curve: "a b", "A-B"
             name += "_2"
         for panel in TITLES:
-            shown = {row["title"]: structures[row["row"]] for row in rows}
-            shown = {title: seeds for title, seeds in shown.items() if any(_lost(seed, panel) for seed in seeds)}
+            shown = {row["title"]: seeds[row["row"]] for row in rows if any(_lost(s, panel) for s in seeds[row["row"]])}
             if shown:
                 paths.append(save_figure(grid_figure(shown, panel), into / f"{name}-{panel}.png"))
     return paths

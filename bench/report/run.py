@@ -47,9 +47,9 @@ def read_benchmarks(path: Path, kind: object = records.SpeedsRecord) -> list[rec
     Raises ArtifactError if the file is missing, or an entry has not all that `kind`, a type of records, requires.
     """
     content = read_json(path)
-    entries, hint = content if isinstance(content, list) else [content], "give the output of `vitcompress bench --json`"
-    check_record(path, entries, list[kind], "contains no measurement", hint)  # type: ignore[valid-type]
-    return cast(list[records.BenchRecord], entries)
+    entries = content if isinstance(content, list) else [content]
+    check_record(path, entries, list[kind], "contains no measurement", "give the output of `vitcompress bench --json`")  # type: ignore[valid-type]
+    return entries
 
 
 _adapter = cache(TypeAdapter)  # building one takes longer than checking a record

@@ -47,8 +47,7 @@ def verify(folder: Path, require_verified: bool, adopt: bool) -> int:
         weights = files.weight_table(data["weights"])
     summary = [*files.describe_bytes(data["weights"]), count_verdicts(data)]
     print_result(data, lambda _: tables.print_verification(data["checks"], weights, summary))
-    failed = [check.name for check in verification.checks if check.verdict == "failed"]
-    not_run = [check.name for check in verification.checks if check.verdict == "not_run"]
+    failed, not_run = ([c.name for c in verification.checks if c.verdict == what] for what in ("failed", "not_run"))
     if changed := [name for name in failed if name.startswith("manifest.")]:
         return report_failure(f"files that are not as they were written: {len(changed)}", REMEDY)
     if not failed and not_run and require_verified:
@@ -101,9 +100,8 @@ def export(
             refresh_reports([folder], progress)
         if key and outcome.verdict != "failed":
             progress.note(f"signature: {sign_artifact(done.path, key)}")
-    data = {"folder": str(outcome.path.parent), **done.to_dict(), **outcome.to_dict()}
-    data["candidates"] = list(map(vars, candidates))
-    print_result(data, tables.print_export)
+    data = {"folder": str(outcome.path.parent), "candidates": list(map(vars, candidates))}
+    print_result({**data, **done.to_dict(), **outcome.to_dict()}, tables.print_export)
     file = done.path.name
     if outcome.verdict == "failed":
         return report_failure(f"{file} does not match the model, see {outcome.path}: {outcome.reason}")

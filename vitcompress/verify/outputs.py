@@ -153,16 +153,13 @@ class Limits:
 def comparison_checks(comparison: Comparison, limits: Limits, name: str, source: str) -> list[Check]:
     """The four checks of one comparison. source: what was compared."""
     kl, angle = max(2 * limits.share**2, limits.kl), max(limits.share**2 / 2, limits.angle)
-
-    def check(kind: str, value: float, limit: float, what: str) -> Check:
-        return limit_check(f"{name}.{kind}", value, limit, f"{what}; {source}")
-
-    return [
-        check("flips", float(comparison.unexplained), 0.0, comparison.describe_flips()),
-        check("kl", comparison.kl, kl, "largest KL divergence of an image, nats"),
-        check("cosine", 1 - comparison.cosine, angle, "1 - smallest cosine of the logits"),
-        check("error", comparison.error, limits.error, "largest difference over the largest logit"),
-    ]
+    rows = (
+        ("flips", float(comparison.unexplained), 0.0, comparison.describe_flips()),
+        ("kl", comparison.kl, kl, "largest KL divergence of an image, nats"),
+        ("cosine", 1 - comparison.cosine, angle, "1 - smallest cosine of the logits"),
+        ("error", comparison.error, limits.error, "largest difference over the largest logit"),
+    )
+    return [limit_check(f"{name}.{kind}", value, limit, f"{what}; {source}") for kind, value, limit, what in rows]
 
 
 def agreement_check(name: str, expected: Tensor, outputs: Tensor, tolerance: float) -> Check:
@@ -284,11 +281,10 @@ def _runner_checks(path: Path, original: Original, runner: Runner) -> list[Check
     calls = [(rows, runner(images[rows])) for rows in _rows(batches, len(images))]
     if settings:
         limits = _limits(original, images, [settings, "bf16"] if stated.endswith("+bf16") else [settings])
-    elif precision == "fp32" and on_cpu:
-        # A file that takes bytes has a first convolution that was rounded once more: as in a second evaluation.
-        limits = _limits(original, images, [precision], 2 if preprocessing else 1)
     else:
-        limits = _limits(original, images, [precision])
+        # A file that takes bytes has a first convolution that was rounded once more: as in a second evaluation.
+        evaluations = 1 + bool(preprocessing) if precision == "fp32" and on_cpu else 0
+        limits = _limits(original, images, [precision], evaluations)
     source = f"{stated} in {about['runtime']} on {about['device']}, batch {', '.join(map(str, batches))}"
     checks = _call_checks(path.name, original, images, calls, limits, source)
     if settings and precision == "int8" and on_cpu:
