@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from vitcompress.errors import InputError, WeightsError
 from vitcompress.families import family_of
@@ -432,6 +432,13 @@ def with_processor(changes: dict, folder: Path) -> Path:
     path = folder / "preprocessor_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     return folder
+
+
+def test_a_number_among_the_weights_of_transformers_is_an_unknown_key(tmp_path: Path) -> None:
+    path = shutil.copytree(TRANSFORMERS / "vit", tmp_path / "vit") / "model.safetensors"
+    save_file(load_file(path) | {"vit.odd": torch.tensor(1.0)}, path)
+    with pytest.raises(WeightsError, match="odd"):
+        create_named(VIT, path.parent)
 
 
 def test_another_epsilon_of_norms_is_rejected(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def to_timm(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             for pattern, replacement in RENAMES:
                 name = re.sub(pattern, replacement, name)
             parts[name].append(tensors[old])
-        tensors = {name: torch.cat(few) for name, few in parts.items() if not UNUSED.search(name)}
+        tensors = {n: torch.cat(few) if len(few) > 1 else few[0] for n, few in parts.items() if not UNUSED.search(n)}
     if "dist_token" in tensors and "head_dist.weight" not in tensors:  # a token without a classifier is a register
         tensors["reg_token"] = tensors.pop("dist_token")
     if "register_tokens" in tensors:  # DINOv2: only the class token has a position
