@@ -6,8 +6,8 @@ One number d for each precision, its share, limits how much the logits may chang
 
 - error: the largest difference of a logit, divided by the largest logit, is at most d. In fp32 on the CPU it is at most
   what rounding explains (`tolerance.reference`), which is far less;
-- cosine: 1 - cos of the logits is at most d^2 / 2, the effect of a relative error of d in the logits, or in eight bits
-  what rounding explains, if that is more, as on images whose logits are all small;
+- cosine: 1 - cos of the logits is at most d^2 / 2, the effect of a relative error of d in the logits, or what rounding
+  explains, if that is more, as on images whose logits are all small;
 - kl: KL(model || file) of every image is at most 2 d^2 nats, so that no probability changes by more than d (Pinsker's
   inequality: total variation <= sqrt(KL / 2)); or what rounding explains on the nearest ties, if that is more, as for
   logits so large that their roundings are not small beside 1 (`tolerance.rounding_limit`);
@@ -339,8 +339,8 @@ def _limits(original: Original, images: Tensor, kinds: Sequence[Kind], evaluatio
     share = math.hypot(*(SHARES[kind if isinstance(kind, str) else kind.precision] for kind in kinds))
     logit = times**0.5 * math.hypot(*(one.logit for one in roundings)) / largest_logit(original.exact(images))
     error = min(share, logit) if evaluations or eight_bits else share
-    angle = sum(one.angle for one in roundings) if eight_bits else 0.0
-    return Limits(share, error, logit, times * sum(one.kl for one in roundings), angle)
+    kl, angle = times * sum(one.kl for one in roundings), times * sum(one.angle for one in roundings)
+    return Limits(share, error, logit, kl, angle)
 
 
 def _call_checks(
