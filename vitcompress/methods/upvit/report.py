@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from vitcompress.io.files import read_json
-from vitcompress.io.text import Columns, Table
+from vitcompress.io.text import Columns, Table, natural_key
 from vitcompress.methods.base import Chart, Line, StepReport, ranked, read_memo
 from vitcompress.methods.upvit.ranking import least_first, too_few_images
 
@@ -63,11 +63,9 @@ def _scored(folder: Path) -> list[Scored]:
     screens = {path.stem.removeprefix("screen-"): read_json(path) for path in folder.glob("screen-*.json")}
     screens |= read_memo(folder, "fisher") or {}
     scores = {name: _fill(values, screens.get(name, values)) for name, values in exact.items()} or screens
-    # Block numbers are compared as numbers, not as text.
-    place = {n: [(int(part), "") if part.isdigit() else (0, part) for part in n.split(".")] for n in scores}
     return [
         (name, scores[name], kept.get(name) or kept.get(f"{name.removesuffix('.attn')}.qk") or [])
-        for name in sorted(scores, key=place.__getitem__)
+        for name in sorted(scores, key=natural_key)
     ]
 
 
