@@ -107,7 +107,7 @@ def select_data(artifacts: Sequence[str], options: EvaluateOptions) -> DataOptio
     if options.data is not None and options.data in BUILT_IN:
         data = DataOptions(options.data)
     elif options.data is not None:
-        data = DataOptions("imagefolder", options.data, workers=options.workers)
+        data = DataOptions("imagefolder", options.data)
     elif recipes:
         data = load_recipe_of_run(recipes[0]).data
     else:

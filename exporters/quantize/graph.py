@@ -77,7 +77,7 @@ def find_products(model: Any, precision: str) -> Iterator[tuple[Any, dict[str, s
 def quantize(source: Path, target: Path, settings: Quantization, metadata: Mapping[str, str] | None = None) -> None:
     """Write `source`, a file of ours in fp32, to `target`. metadata: entries that change.
 
-    Raises InputError if no layer has a range, PrecisionError for a range or a weight that is not finite.
+    Raises PrecisionError if no layer has a range, or for a range or a weight that is not finite.
     """
     from onnxruntime.quantization import CalibrationMethod, QuantType
     from onnxruntime.quantization.calibrate import TensorData, TensorsData

@@ -46,7 +46,7 @@ def fold_model(job: Job) -> None:
 
 
 def verify_run(job: Job) -> None:
-    """Check the run folder on test images, or on noise without data. Removes exported files that fail."""
+    """Check the run folder on test images, or on noise without data. Moves exported files that fail away."""
     # `vitcompress verify` may have checked a stopped run, on noise
     done = job.data is None or job.files.recorded_outputs.is_file()
     if not (done and job.files.verification.is_file()):
