@@ -11,7 +11,7 @@ from torch import nn
 from whole_runs import LOGITS, SMALL, digits, logits, onnx_logits, tree, with_steps
 
 from vitcompress import surgery
-from vitcompress.errors import OutputError, WeightsError
+from vitcompress.errors import DataError, OutputError, WeightsError
 from vitcompress.families import Family, family_of
 from vitcompress.io.progress import Progress
 from vitcompress.io.tensors import save_tensors
@@ -27,7 +27,7 @@ from vitcompress.pipeline.run import run_recipe
 from vitcompress.plan import Plan
 from vitcompress.recipe.load import load_recipe
 from vitcompress.surgery.gates import GatedModel
-from vitcompress.training.data import open_data
+from vitcompress.training.data import NO_IMAGES, open_data
 from vitcompress.training.distributed import Runtime
 from vitcompress.training.options import DataOptions
 
@@ -221,6 +221,9 @@ def test_images_from_python_replace_those_of_the_recipe(tmp_path: Path) -> None:
     assert run_recipe(recipe, options, data=digits_data).report == result.report
     with pytest.raises(OutputError, match=r"data\.source"):
         run_recipe(recipe, options, data=replace(digits_data, name="others"))
+    with pytest.raises(DataError, match="no test images"):
+        run_recipe(recipe, RunOptions(tmp_path / "new"), data=replace(digits_data, test=NO_IMAGES))
+    assert not (tmp_path / "new").exists()
 
 
 NOSE = 'method = "nose"\npruned_layers = 2\nte = { images = 20 }'

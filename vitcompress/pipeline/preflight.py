@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from vitcompress.errors import InputError, OutputError
+from vitcompress.errors import DataError, InputError, OutputError
 from vitcompress.exporters.options import AUTO
 from vitcompress.exporters.precision import expand_layers
 from vitcompress.exporters.runtimes import EXPORTERS, available_exporter, find_exporter
@@ -90,9 +90,11 @@ def check_exports(job: Job) -> None:
 
 
 def check_training(job: Job) -> None:
-    """Raise InputError for training options that cannot work, including those of later trainings."""
+    """Raise InputError for training options that cannot work, including those of later trainings, or no test images."""
     if job.data is None:
         return
+    if not job.data.test:  # only data from Python may have none
+        raise DataError("the data has no test images to evaluate the result on", hint="add them, or use vc.finetune")
     if (channels := job.input.size[0]) not in (1, 3) and not getattr(job.data.train, "prepared", False):
         message = f"the model takes images of {channels} channels, and files have 1 or 3"
         raise InputError(message, hint="use vc.finetune with tensors, or --structure-only")
