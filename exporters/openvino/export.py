@@ -30,7 +30,7 @@ from vitcompress.io.progress import SILENT, Progress
 REASON = "decomposed attention, which OpenVINO fuses when it loads the file, at any widths of q/k and v"
 FULL = 2**16  # a disk with fewer free bytes is reported as full
 INDEX = ("i64", "i32", "boolean")
-SCALED = ["FakeQuantize", "Add", "Multiply", "MVN"]  # a quantized LayerNorm, from its end
+SCALED = [[end, "Add", "Multiply", "MVN"] for end in ("FakeQuantize", "Reshape")]  # a LayerNorm, from one of these
 NESTED = ("If", "Loop", "TensorIterator")  # operations with graphs of their own
 
 
@@ -79,7 +79,8 @@ def _stored_options(options: ExportOptions) -> ExportOptions:
 def _convert(source: Path, labels: dict[str, str], target: Path) -> None:
     """Raises OSError with a reason where OpenVINO only reports that a stream failed."""
     model: Any = core().read_model(str(source))  # convert_model would multiply LayerScales into biases
-    _separate_scales(model)
+    if "quantization" in labels:  # others keep their fused LayerNorms
+        _separate_scales(model)
     for key, value in labels.items():
         model.set_rt_info(value, [INFO, key])
     try:
@@ -91,19 +92,20 @@ def _convert(source: Path, labels: dict[str, str], target: Path) -> None:
 
 
 def _separate_scales(model: Any) -> None:
-    """Quantize the output of each LayerNorm with an axis of size 1 in front.
+    """Quantize and reshape the output of each LayerNorm with an axis of size 1 in front.
 
-    The CPU plugin joins a scale and shift per column of a matrix with the quantization after it, in a slow kernel.
+    The CPU plugin joins a scale and shift per column of a matrix with the quantization after it, in a slow kernel. It
+    moves them behind a Reshape, too: with a variable batch along a wrong axis, which fails or changes the outputs.
     """
     opset = runner.load().opset13
-    for node in model.get_ops():
+    for node in sorted(model.get_ops(), key=lambda node: node.get_type_name()):  # FakeQuantize first
         chain = [node]
-        while len(chain) < len(SCALED) and chain[-1].get_input_size():
+        while len(chain) < len(SCALED[0]) and chain[-1].get_input_size():
             chain.append(chain[-1].input_value(0).get_node())
-        if [one.get_type_name() for one in chain] == SCALED and len(chain[-1].get_output_partial_shape(0)) == 2:
+        if [one.get_type_name() for one in chain] in SCALED and len(chain[-1].get_output_partial_shape(0)) == 2:
             uses, front = node.output(0).get_target_inputs(), opset.constant([0], dtype=np.int64)
             chain[-2].input(0).replace_source_output(opset.unsqueeze(chain[-1], front).output(0))
-            for use in uses:
+            for use in uses if node.get_type_name() == "FakeQuantize" else ():  # a Reshape removes the axis
                 use.replace_source_output(opset.squeeze(node, front).output(0))
     model.validate_nodes_and_infer_types()
 
