@@ -11,7 +11,7 @@ import onnx
 import onnx_ir
 import pytest
 import torch
-from contracts import build, contract
+from contracts import build, contract, kept_channels
 from pruned_models import check_weights, pruned
 from torch import nn
 
@@ -61,6 +61,28 @@ def test_position_biases_of_an_attention_core_in_fp32_are_those_of_half_precisio
         table[3, 1] += 0.1
     check = check_weights(model, path)
     assert check.verdict == "failed" and "blocks.1.attn.relative_position_bias_table" in check.detail
+
+
+def test_values_of_a_weight_in_another_order_fail(tmp_path: Path) -> None:
+    """A table of positions is gathered in any order; a weight is not."""
+    model, path = pruned("layer_scale")[1], tmp_path / "model.onnx"
+    export(model, path, input=input_config(model))
+    weight = model.get_parameter("blocks.0.mlp.fc1.weight")
+    weight.data = weight.data.flip(0)
+    check = check_weights(model, path)
+    assert check.verdict == "failed" and "blocks.0.mlp.fc1.weight" in check.detail
+
+
+def test_position_biases_that_the_mask_of_a_shifted_window_hides_are_known(tmp_path: Path) -> None:
+    """One window as large as its image, and shifted: its corners never attend to each other."""
+    changes: dict[str, Any] = {"depths": [2, 2], "always_partition": True, "strict_img_size": False}
+    model, path = build("swin", dtype=torch.float32, **changes), tmp_path / "model.onnx"
+    apply_plan(model, contract("swin", **changes).plan.delta(kept=kept_channels(model, {"v"})))  # one sum of both
+    export(model, path, input=input_config(model))
+    assert check_weights(model, path).verdict == "passed"
+    with torch.no_grad():
+        model.get_parameter("layers.1.blocks.1.attn.relative_position_bias_table")[0] += 0.1
+    assert "layers.1.blocks.1.attn.relative_position_bias_table" in str(check_weights(model, path).detail)
 
 
 @pytest.fixture(scope="module")

@@ -82,14 +82,13 @@ def compare_tensors(module: nn.Module, contents: Contents, rows: Iterable[Planne
     rows: of the plan, to name the dense tensor that has the shape of an unknown one.
     """
     tensors = tensors_of(module)
-    matches, rest = _match(tensors, contents.tensors)
-    if settings := read_quantization(decode_json_values(contents.metadata)):  # other files store exact values
-        matches |= _match_quantized({n: t for n, t in tensors.items() if n not in matches}, rest, settings.half)
-    used = {id(stored) for stored in matches.values()}
-    rest = [stored for stored in rest if id(stored) not in used]
+    matches = _match(tensors, contents.tensors)
     missing = {name: tensor for name, tensor in tensors.items() if name not in matches}
+    if settings := read_quantization(decode_json_values(contents.metadata)):  # other files store exact values
+        matches |= _match_quantized(missing, contents.tensors, settings.half)
+        missing = {name: tensor for name, tensor in missing.items() if name not in matches}
     constants, unknown, gathered = list[Stored](), list[Stored](), set[str | None]()
-    for stored in rest:
+    for stored in (stored for stored in contents.tensors if stored not in matches.values()):
         source = _find_gathered(stored, missing)
         gathered.add(source)
         (constants if source or _is_constant(stored) else unknown).append(stored)
@@ -120,8 +119,8 @@ def exported_module(model: nn.Module, metadata: Mapping[str, str]) -> nn.Module:
     return build_deployed(model, input_config(model), precision, tuple(layers), uint8=uint8)
 
 
-def _match(tensors: Mapping[str, Tensor], stored: Sequence[Stored]) -> tuple[dict[str, Stored], list[Stored]]:
-    """The stored tensor with the values of each tensor of the model, and the stored tensors that match none.
+def _match(tensors: Mapping[str, Tensor], stored: Sequence[Stored]) -> dict[str, Stored]:
+    """The stored tensor with the values of each tensor of the model.
 
     A file may store equal tensors once, or as often as the model has them.
     """
@@ -138,8 +137,7 @@ def _match(tensors: Mapping[str, Tensor], stored: Sequence[Stored]) -> tuple[dic
             if same := places.get((tensor.dtype in INDEX, digest(tensor_bytes(layout)))):
                 matches[name] = same.pop(0) if len(same) > 1 else same[0]
                 break
-    used = {id(entry) for entry in matches.values()}
-    return matches, [entry for entry in stored if id(entry) not in used]
+    return matches
 
 
 def _match_quantized(tensors: Mapping[str, Tensor], stored: Sequence[Stored], half: Sequence[str]) -> dict[str, Stored]:
@@ -169,10 +167,10 @@ def _find_gathered(stored: Stored, missing: Mapping[str, Tensor]) -> str | None:
     count = prod(stored.shape)  # in fp32 if the attention core is, at any precision of the table
     for name, tensor in missing.items():
         kinds = [kind for kind in (tensor.dtype, torch.float32) if stored.size == count * kind.itemsize]
-        if kinds and count >= tensor.numel() and tensor.is_floating_point():
+        if kinds and len(stored.shape) > tensor.dim() and tensor.is_floating_point():  # unlike a damaged weight
             values = torch.frombuffer(bytearray(stored.read()), dtype=kinds[0]).float()
-            own, masked = (torch.unique(table.detach()).float() for table in (tensor, tensor + WINDOW_MASK))
-            if torch.isin(own, values).all() and torch.isin(values, torch.cat([own, masked])).all():
+            table = torch.stack([tensor, tensor + WINDOW_MASK]).detach().flatten(1).float()  # the mask may hide values
+            if torch.isin(table, values).any(0).all() and torch.isin(values, table).all():
                 return name
     return None
 
