@@ -99,9 +99,13 @@ class OutputError(InputError):
     """A folder that cannot be written or belongs to something else."""
 
 
+def lines_of(error: BaseException) -> list[str]:
+    """The lines of the error's message, or its class if it has none."""
+    return [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+
+
 def first_line(error: BaseException) -> str:
-    """The first line of the error's message, or its class if it has none."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return lines_of(error)[0]
 
 
 def close_matches(word: str, choices: Iterable[str], *, count: int = 3) -> list[str]:

@@ -217,7 +217,7 @@ def markdown(report: records.Report) -> str:
         if weights := verify.get("weights"):
             parts += ["## Weights", files.weight_table(weights).markdown(), _bullets(files.describe_bytes(weights))]
     for table in report.get("tables") or ():
-        parts += [f"## {escape_markdown(table['title'])}", _table(table)]
+        parts += [f"## {escape_markdown(table['title'])}", Table(**table).markdown()]
     if published := report.get("published"):
         figures = _published_lines(published, report["cost"]["compressed"])
         parts += ["## As published by others, not measured here", _bullets(figures)]
@@ -240,10 +240,6 @@ def _bullets(lines: Iterable[str]) -> str:
     return "\n".join(f"- {escape_markdown(line)}" for line in lines)
 
 
-def _table(table: records.TableRecord) -> str:
-    return Table("", tuple(table["columns"]), tuple(map(tuple, table["rows"]))).markdown()
-
-
 def _removed(report: records.Report) -> list[str]:
     """Removed layers and channels, and how they were chosen."""
     plan, widths = report.get("plan"), report.get("widths")
@@ -256,7 +252,7 @@ def _removed(report: records.Report) -> list[str]:
     if start := report.get("before_recovery"):
         pruned, dense = files.format_accuracy(start["pruned"]), files.format_accuracy(start["dense"])
         sentences.append(f"Directly after pruning, on held-out images: {pruned}; dense: {dense}.")
-    removed, table = _bullets(lines) or "nothing", _table(widths) if widths else ""
+    removed, table = _bullets(lines) or "nothing", Table(**widths).markdown() if widths else ""
     return ["## What was removed", removed, table, escape_markdown(" ".join(sentences))]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitcompress.errors import ArtifactError, DeviceError, MissingExtraError
+from vitcompress.errors import ArtifactError, DeviceError, MissingExtraError, lines_of
 from vitcompress.exporters.calls import BoundCall
 from vitcompress.exporters.runner import Runner, RunnerOptions
 from vitcompress.exporters.sidecar import check_sha256
@@ -72,7 +72,7 @@ def read_ir(path: Path) -> Any:
     try:
         return core().read_model(str(path))
     except RuntimeError as error:
-        message = f"{path} is not an OpenVINO model: {error_text(error)}"
+        message = f"{path} is not an OpenVINO model: {lines_of(error)[-1]}"  # others name places in its source
         raise ArtifactError(message, hint="copy or export it again") from None
 
 
@@ -81,12 +81,6 @@ def read_metadata(model: Any) -> dict[str, str]:
     if not model.has_rt_info([INFO]):
         return {}
     return {key: str(value) for key, value in model.get_rt_info([INFO]).value.items()}
-
-
-def error_text(error: Exception) -> str:
-    """The last line of OpenVINO's message, which states the problem; earlier lines name places in its source."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
 
 
 def _is_small(node: Any) -> bool:
@@ -148,7 +142,7 @@ class OpenVinoRunner(Runner):
             model.reshape([-1 if _is_joined(model) else batch, *shape])
             compiled = core().compile_model(model, "CPU", config)
         except RuntimeError as error:
-            raise ArtifactError(f"OpenVINO cannot run {path} at batch {batch}: {error_text(error)}") from None
+            raise ArtifactError(f"OpenVINO cannot run {path} at batch {batch}: {lines_of(error)[-1]}") from None
         hint = compiled.get_property(HINT).get_type_name()
         actual = next((name for name in possible if HINTS[name] == hint), hint)
         if self.precision == DEFAULT:

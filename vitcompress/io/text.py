@@ -127,8 +127,8 @@ class Table:
     """Text in rows and columns."""
 
     title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
 
     @classmethod
     def of(cls, title: str, columns: Columns, records: Iterable[Any]) -> "Table":

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitcompress.errors import ArtifactError, InputError, PlanError, WeightsError
+from vitcompress.errors import ArtifactError, InputError, PlanError, WeightsError, lines_of
 from vitcompress.families import Family, family_of
 from vitcompress.families.edited_block import SITE_PARTS
 from vitcompress.io.files import parse_plain, read_text, user_path, write_text
@@ -138,7 +138,7 @@ def load_strictly(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -
     try:
         model.load_state_dict(tensors, strict=True, assign=True)  # assign: keep their data types
     except RuntimeError as error:
-        raise WeightsError(f"{path} does not fit its plan: {first_mismatch(error)}") from None
+        raise WeightsError(f"{path} does not fit its plan: {lines_of(error)[:2][-1]}") from None  # below the headline
 
 
 def read_plan(path: Path) -> Plan:
@@ -150,12 +150,6 @@ def read_plan(path: Path) -> Plan:
         raise PlanError(f"{path} cannot be read: {error}") from None
     except PlanError as error:
         raise PlanError(f"{path}: {error.message}", hint=error.hint) from None
-
-
-def first_mismatch(error: RuntimeError) -> str:
-    """The first difference that `load_state_dict` reports, below its headline."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    return lines[1] if len(lines) > 1 else lines[0]
 
 
 def standard_model(model: nn.Module, plan: Plan) -> nn.Module:
@@ -188,7 +182,7 @@ def standard_model(model: nn.Module, plan: Plan) -> nn.Module:
     try:
         standard.load_state_dict(state, strict=True)
     except RuntimeError as error:
-        message = f"the model does not load as {arch}: {first_mismatch(error)}"
+        message = f"the model does not load as {arch}: {lines_of(error)[:2][-1]}"
         raise PlanError(message, hint="remove the steps that change more than widths and whole blocks") from None
     return standard.eval()
 

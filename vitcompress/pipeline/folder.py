@@ -95,11 +95,8 @@ def check_writable(folder: Path) -> None:
     parent = nearest_existing(folder)
     if not parent.is_dir():
         raise OutputError(f"{parent} is a file, so {folder} cannot be created", hint=ELSEWHERE)
-    try:
-        with tempfile.TemporaryFile(dir=parent):
-            pass
-    except OSError as error:
-        raise OutputError(f"{parent} cannot be written: {error.strerror}", hint=ELSEWHERE) from None
+    with convert_write_errors(parent), tempfile.TemporaryFile(dir=parent):
+        pass
 
 
 def nearest_existing(folder: Path) -> Path:

@@ -17,7 +17,7 @@ from vitcompress.exporters.sidecar import amend_sidecar, find_mismatches, read_s
 from vitcompress.exporters.tensorrt.export import TENSORRT, source_path
 from vitcompress.families import family_of
 from vitcompress.io.checks import Check, Status, problem_check
-from vitcompress.io.files import decode_json_values, read_json, signed_files, write_json
+from vitcompress.io.files import convert_write_errors, decode_json_values, read_json, signed_files, write_json
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.text import format_shape
 from vitcompress.models.create import input_config, with_class_names
@@ -199,14 +199,12 @@ def quarantine(path: Path) -> Path:
         raise OutputError(f"{folder} is a link, so {path} is not moved there", hint="remove the link")
     files = [path.with_suffix(".bin").name] if path.suffix == ".xml" else []
     files = list(usable_sidecar(path).get("files", files))
-    try:
+    with convert_write_errors(folder):
         companions = (file.name for file in path.parent.iterdir() if file.name.startswith(f"{path.name}."))
         folder.mkdir(exist_ok=True)
         for name in dict.fromkeys((path.name, *files, *companions)):
             if (path.parent / name).is_file():
                 (path.parent / name).replace(folder / name)
-    except OSError as error:
-        raise OutputError(f"{path} could not be moved to {folder}: {error.strerror}") from None
     return folder / path.name
 
 
