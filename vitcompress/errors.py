@@ -109,9 +109,13 @@ def first_line(error: BaseException) -> str:
 
 
 def close_matches(word: str, choices: Iterable[str], *, count: int = 3) -> list[str]:
-    """The `choices` most similar to `word`, in any case of letters, best first."""
-    names = {choice.lower(): choice for choice in choices}
-    return [names[name] for name in difflib.get_close_matches(word.lower(), names, n=count, cutoff=0.5)]
+    """The `choices` most similar to `word`, in any case of letters, best first: those that it abbreviates."""
+    word, names = word.lower(), {choice.lower(): choice for choice in choices}
+    initials = {name: "".join(part[:1] for part in name.split("_")) for name in (word, *names)}
+    short = [name for name in names if word and (name.startswith(word) or word == initials[name])]
+    short += [name for name in names if name == initials[word]]
+    similar = difflib.get_close_matches(word, names, n=count, cutoff=0.5)
+    return [names[name] for name in dict.fromkeys((*short, *similar))][:count]
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

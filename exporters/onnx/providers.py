@@ -138,9 +138,7 @@ def choose_provider(device: str | None, name: str | None) -> tuple[Provider, str
     Raises DeviceError for unknown ones, a provider for another device, or one that this machine lacks.
     """
     if name is not None and name not in PROVIDERS:
-        starts = [full for full in PROVIDERS if name and full.lower().startswith(name.lower())]  # such as `cuda`
-        close = f", did you mean {starts[0]}?" if starts else did_you_mean(name, PROVIDERS)
-        message = f"there is no execution provider {name!r}{close}"
+        message = f"there is no execution provider {name!r}{did_you_mean(name, PROVIDERS)}"
         raise DeviceError(message, hint=f"the providers are {', '.join(PROVIDERS)}")
     device = device or (PROVIDERS[name].device if name else "cpu")
     kind, index = hardware.parse_device(device)

@@ -169,7 +169,7 @@ def _describe(item: Any, root: type[BaseModel]) -> str:
         return f"{UNKNOWN_KEY}{did_you_mean(str(item['loc'][-1]), known) or ', known: ' + ', '.join(known)}"
     if kind in BOUNDS:
         key, words = BOUNDS[kind]
-        return f"got {seen}, expected " + words.format(f"{context[key]:.10g}")
+        return f"got {seen}, expected " + words.format(str(context[key]).removesuffix(".0"))
     if kind == "literal_error":
         choices = [choice.strip("' ") for choice in context["expected"].replace(" or ", ", ").split(",")]
         return f"got {seen}, expected one of {', '.join(choices)}{did_you_mean(str(value), choices)}"

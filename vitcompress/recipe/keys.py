@@ -134,7 +134,7 @@ def describe_type(hint: Any) -> str:
     kind, parts = typing.get_origin(hint), typing.get_args(hint)
     if kind is Annotated:
         limits = [(words, getattr(part, name, None)) for part in parts[1:] for name, words in BOUNDS.values()]
-        texts = (words.format(f"{limit:.10g}") for words, limit in limits if limit is not None)
+        texts = (words.format(str(limit).removesuffix(".0")) for words, limit in limits if limit is not None)
         return ", ".join([describe_type(parts[0]), *texts])
     if kind is Literal:
         return "one of " + ", ".join(map(str, parts))
