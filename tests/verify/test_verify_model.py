@@ -58,6 +58,21 @@ def test_models_are_compared_in_eval_mode() -> None:
     assert reload_check(model, deepcopy(model), X).verdict == "passed"
 
 
+def test_an_export_in_another_thread_does_not_change_the_check() -> None:
+    """torch disables oneDNN for the whole process while it traces, here while one of the two models computes."""
+
+    def restore(*_: object) -> None:
+        torch.backends.mkldnn.set_flags(*flags.pop())
+
+    model, x = build("plain", dtype=torch.float32), images("plain", dtype=torch.float32)
+    other, flags = deepcopy(model), list[Any]()
+    other.register_forward_pre_hook(lambda *_: flags.append(torch.backends.mkldnn.set_flags(False)))
+    other.register_forward_hook(restore)
+    with torch.no_grad():
+        assert not torch.equal(model(x), other(x))
+    assert reload_check(model, other, x).verdict == "passed"
+
+
 # ------------------------------------------------------------------------------------------------------------- standard
 
 
