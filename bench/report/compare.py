@@ -94,9 +94,10 @@ def _accuracy(report: Report, model: Model = "compressed") -> AccuracyRecord | N
 
 
 def _speed(report: Report) -> tuple[str, RatioRecord] | None:
-    """Runtime, and the speed of the compressed over the dense model in it, measured first, undisturbed if any was."""
+    """Runtime, and the speed of the compressed over the dense model in it, with an interval and undisturbed if any."""
     entries = sorted(report.get("bench") or (), key=lambda entry: bool(entry["disturbed"]))
-    return next(((a["runtime"], ratio) for entry in entries for a, _, ratio in pairs(entry)), None)
+    speeds = [(a["runtime"], ratio) for entry in entries for a, _, ratio in pairs(entry)]
+    return next((speed for speed in speeds if speed[1]["ci95"][1] is not None), speeds[0] if speeds else None)
 
 
 def _gap(report: Report) -> str:

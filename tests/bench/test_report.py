@@ -248,11 +248,14 @@ def test_runs_side_by_side(measured: tuple[Path, dict[str, object]], tmp_path: P
         run.read_report(tmp_path)
 
 
-def test_an_undisturbed_measurement_is_compared_with_its_batch_size(measured: tuple[Path, dict[str, Any]]) -> None:
+def test_an_undisturbed_measurement_with_an_interval_is_compared(measured: tuple[Path, dict[str, Any]]) -> None:
     report = deepcopy(measured[1])
     entry = report["bench"][0]
     disturbed = deepcopy(entry)
     disturbed["disturbed"], disturbed["ratios"][0]["median"] = ["another process"], 99.0
+    short = deepcopy(entry)  # of fewer than 6 rounds
+    short["ratios"][0] |= {"median": 88.0, "ci95": [None, None]}
+    assert entry["ratios"][0]["ci95"][1] is not None
 
     def cells(*entries: Any) -> str:
         runs: Any = {"run": {**report, "bench": list(entries)}}
@@ -260,6 +263,8 @@ def test_an_undisturbed_measurement_is_compared_with_its_batch_size(measured: tu
 
     assert "batch 2" in cells(disturbed, entry) and "99.0x" not in cells(disturbed, entry)
     assert "99.0x" in cells(disturbed)
+    assert "88.0x" not in cells(short, entry)
+    assert "88.0x (no interval)" in cells(short)
 
 
 def test_what_the_plot_shows(measured: tuple[Path, dict[str, object]], tmp_path: Path) -> None:
