@@ -225,6 +225,10 @@ def test_models_with_other_names_than_those_of_timm_are_planned_as_those_of_crea
         (lambda: vc.plan(model(), "isomorphic", [(batches()[0][0], torch.rand(16))]), "float32"),
         (lambda: vc.plan(model(), "isomorphic", []), "the data set is empty"),
         (
+            lambda: [vc.finetune(own, batches(), teacher=own, epochs=1) for own in [model()]],
+            "a teacher with weights of its own",
+        ),
+        (
             lambda: vc.finetune(model().requires_grad_(False), batches(), epochs=1),
             "no parameter of the model requires gradients",
         ),

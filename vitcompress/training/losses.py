@@ -166,7 +166,7 @@ class Objective:
     """The loss of one batch: labels and, with a teacher, `options.share_of_labels` * labels + alpha * distillation.
 
     module: the model that is trained. input: its preprocessing. Raises InputError as `check_outputs`, for distillation
-    without a teacher, or with an `alpha` that leaves one of two heads untrained or lets labels have a negative weight.
+    without another model, or with an `alpha` that leaves one of two heads untrained or gives labels a negative weight.
     """
 
     def __init__(
@@ -179,9 +179,9 @@ class Objective:
             check_outputs(module)
         if options.distillation == "none":
             return
-        if teacher is None:
-            message = f"distillation = {options.distillation!r} needs a teacher and there is none"
-            raise InputError(message, hint="set a teacher, or distillation = 'none'")
+        if teacher is None or not {*module.parameters()}.isdisjoint(teacher.parameters()):
+            message = f"distillation = {options.distillation!r} needs a teacher with weights of its own"
+            raise InputError(message, hint="set a teacher, such as a copy of the student, or distillation = 'none'")
         if labels < 0:
             message = f"with alpha = {alpha:g} the labels would weigh {labels:g}"
             raise InputError(message, hint="use an alpha up to 1, or set label_weight too, as in label_weight = 1.0")
