@@ -33,6 +33,7 @@ MODELS: dict[str, tuple[str, dict, dict]] = {
     "registers": (VIT, {"img_size": 48, "depth": 1, "reg_tokens": 2, "no_embed_class": True, "init_values": 1e-5}, {}),
     "pooled": (VIT, {"depth": 1, "global_pool": "avg", "class_token": False, "qkv_bias": False, "qk_norm": True}, {}),
     "distilled": ("deit_tiny_distilled_patch16_224", {"img_size": 32, "depth": 1}, {}),
+    "attention_pooling": (VIT, {"img_size": 32, "depth": 1, "global_pool": "map"}, {}),
     "eva": ("eva02_tiny_patch14_224", {"img_size": 56, "depth": 1}, {}),
     "dinov3": ("vit_small_patch16_dinov3", {"depth": 1, "num_reg_tokens": 2}, {"img_size": 32}),
     "beit": ("beit_base_patch16_224", {"img_size": 48, "depth": 1, "embed_dim": 16, "num_heads": 4}, {}),
@@ -439,6 +440,16 @@ def test_a_number_among_the_weights_of_transformers_is_an_unknown_key(tmp_path: 
     save_file(load_file(path) | {"vit.odd": torch.tensor(1.0)}, path)
     with pytest.raises(WeightsError, match="odd"):
         create_named(VIT, path.parent)
+
+
+def test_other_models_of_transformers_are_named(tmp_path: Path) -> None:
+    path = shutil.copytree(TRANSFORMERS / "swin", tmp_path / "swinv2") / "model.safetensors"
+    save_file({name.replace("swin.", "swinv2."): tensor for name, tensor in load_file(path).items()}, path)
+    config = path.with_name("config.json")
+    config.write_text(config.read_text().replace('"model_type": "swin"', '"model_type": "swinv2"'))
+    with pytest.raises(WeightsError, match="contains a swinv2 of transformers") as caught:
+        create_named("swin_tiny_patch4_window7_224", path.parent)
+    assert caught.value.hint and "dinov2" in caught.value.hint
 
 
 def test_another_epsilon_of_norms_is_rejected(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ PLAIN: dict[str, Rule] = {
     "depth": lambda s: _count(s, "blocks."),
     "mlp_ratio": lambda s: s[f"{FIRST}mlp.fc2.weight"][1] / s[PATCHES][0],
     "class_token": lambda s: "cls_token" in s,
-    "global_pool": lambda s: "avg" if "fc_norm.weight" in s else None,
+    "global_pool": lambda s: "map" if "attn_pool.latent" in s else "avg" if "fc_norm.weight" in s else None,
     "num_classes": lambda s: s["head.weight"][0],
 }
 # Model class -> argument -> its value according to the shapes of weights with timm's names. A rule knows nothing if its

@@ -56,8 +56,9 @@ SHORTEST_EDGE = ("Bit", "CLIP", "ConvNext")  # starts of names of image processo
 
 # Names of tensors in transformers' ViT, DeiT, Swin and DINOv2 -> timm's; each pattern once, in this order.
 TRANSFORMERS = "embeddings.patch_embeddings.projection.weight"  # ends the name of a tensor in all of these models
+RENAMED = ("vit", "deit", "swin", "dinov2", "dinov2_with_registers")
 RENAMES = (
-    (r"^(vit|deit|swin|dinov2|dinov2_with_registers)\.", ""),
+    (rf"^({'|'.join(RENAMED)})\.", ""),
     (r"^embeddings\.patch_embeddings\.projection\.", "patch_embed.proj."),
     (r"^embeddings\.norm\.", "patch_embed.norm."),
     (r"^embeddings\.position_embeddings$", "pos_embed"),
@@ -110,12 +111,16 @@ def open_weights(weights: str | Path) -> WeightFile:
     if isinstance(epsilon := config.get("layer_norm_eps"), float) and epsilon > 1e-5:  # that of Swin; see `to_timm`
         raise WeightsError(f"{path} has the layer_norm_eps {epsilon}, timm's models have at most 1e-05")
     tensors, part, content = read_checkpoint(file)
+    tensors = to_timm(tensors)
+    if any(key.endswith(TRANSFORMERS) for key in tensors):
+        message = f"{path} contains a {config.get('model_type', 'model')} of transformers, which is not converted"
+        raise WeightsError(message, hint=f"use {', '.join(RENAMED)} of transformers, or timm's weights")
     plan_file = RunFolder(file.parent).plan
     planned = _planned(file, plan_file) if file.suffix == ".safetensors" and "plan" in content else {}
     content |= config | planned
     tables = [_table(content.get("pretrained_cfg")), content, _processor(processor), _table(content.get("args"))]
     stated_in = plan_file.name if planned else "the checkpoint's args" if file == path else CONFIG
-    return WeightFile(name, to_timm(tensors), _stated(tables), stated_in, _class_names(tables), part)
+    return WeightFile(name, tensors, _stated(tables), stated_in, _class_names(tables), part)
 
 
 def _planned(file: Path, plan_file: Path) -> dict[str, Any]:
