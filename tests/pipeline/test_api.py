@@ -250,6 +250,27 @@ def test_mistakes_are_reported(call: Any, message: str, tmp_path: Path, monkeypa
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_are_rejected(value: float, tmp_path: Path) -> None:
+    broken = model()
+    weight = broken.get_submodule("blocks.1.mlp.fc1").weight
+    with torch.no_grad():
+        weight.flatten()[:3] = value
+    torch.save(broken.state_dict(), tmp_path / "own.pth")
+    text = rf"weights that are not finite: 3 of {weight.numel()} in blocks\.1\.mlp\.fc1\.weight"
+    for call in (
+        lambda: vc.create_model("vit_tiny_patch16_224", weights=tmp_path / "own.pth"),
+        lambda: vc.plan(broken, "magnitude"),
+        lambda: vc.prune(broken, vc.plan(model(), "magnitude")),
+        lambda: vc.export(broken, tmp_path / "model.onnx"),
+        lambda: vc.save_model(broken, tmp_path / "saved"),
+    ):
+        with pytest.raises(InputError, match=text) as error:
+            call()
+        assert error.value.hint == "use weights from before the training diverged"
+    assert [path.name for path in tmp_path.iterdir()] == ["own.pth"]
+
+
 def test_a_traceback_shows_the_next_step() -> None:
     with pytest.raises(InputError) as error:
         vc.evaluate(model(), batches(), batch_size=0)

@@ -96,6 +96,14 @@ def read_checkpoint(path: Path, *, wrapped: bool = True) -> tuple[dict[str, Tens
     return tensors, part, content
 
 
+def check_finite(tensors: Mapping[str, Tensor], what: str | Path) -> None:
+    """Raise WeightsError, which names `what` and the first tensor, if weights are NaN or infinite."""
+    for name, tensor in tensors.items():
+        if not tensor.is_meta and (count := int((~tensor.isfinite()).sum())):
+            message = f"{what} has weights that are not finite: {count} of {tensor.numel()} in {name}"
+            raise WeightsError(message, hint="use weights from before the training diverged")
+
+
 def _read_pytorch(path: Path) -> Any:
     """The content of a PyTorch checkpoint: tensors, plain data and `argparse.Namespace` (options of a script)."""
     try:

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from vitcompress.errors import DataError, InputError, WeightsError, close_matches, first_line
 from vitcompress.families import prepare_model, reject_wrapper, unwrap
 from vitcompress.families.lookup import copy_model
-from vitcompress.io.tensors import LIBRARY_ERRORS
+from vitcompress.io.tensors import LIBRARY_ERRORS, check_finite
 from vitcompress.io.text import format_shape
 from vitcompress.io.validation import WHOLE, create_table, validate
 from vitcompress.models.arguments import allowed_arguments
@@ -144,10 +144,11 @@ def plan_of(model: nn.Module) -> Plan:
     """The plan of `model`: what was removed so far from which timm model.
 
     For a model of `timm.create_model` without `model.plan`, the identity plan of the architecture and the arguments
-    that timm recorded; drop rates are not part of it. Raises InputError if the model was changed, or not built by timm.
+    that timm recorded; drop rates are not part of it. Raises InputError if it is changed, not timm's, or not finite.
     """
     reject_wrapper(model)
     plan = getattr(model, "plan", None)
+    check_finite(dict(model.named_parameters()), f"this {type(model).__name__}")
     if isinstance(plan, Plan):
         return plan
     cfg = getattr(model, "pretrained_cfg", {})

@@ -21,7 +21,7 @@ from vitcompress.errors import WeightsError, first_line
 from vitcompress.families import prepare_model
 from vitcompress.io.files import file_sha256, read_json, read_text, user_path
 from vitcompress.io.run_folder import RunFolder
-from vitcompress.io.tensors import ACCEPTED, LIBRARY_ERRORS, read_checkpoint
+from vitcompress.io.tensors import ACCEPTED, LIBRARY_ERRORS, check_finite, read_checkpoint
 from vitcompress.models.arguments import base_of, describe_shapes, shapes_of
 from vitcompress.plan import Plan
 
@@ -111,7 +111,7 @@ def open_weights(weights: str | Path) -> WeightFile:
     if isinstance(epsilon := config.get("layer_norm_eps"), float) and epsilon > 1e-5:  # that of Swin; see `to_timm`
         raise WeightsError(f"{path} has the layer_norm_eps {epsilon}, timm's models have at most 1e-05")
     tensors, part, content = read_checkpoint(file)
-    tensors = to_timm(tensors)
+    check_finite(tensors := to_timm(tensors), path)
     if any(key.endswith(TRANSFORMERS) for key in tensors):
         message = f"{path} contains a {config.get('model_type', 'model')} of transformers, which is not converted"
         raise WeightsError(message, hint=f"use {', '.join(RENAMED)} of transformers, or timm's weights")
