@@ -271,6 +271,15 @@ def test_weights_that_are_not_finite_are_rejected(value: float, tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["own.pth"]
 
 
+def test_a_model_that_timm_has_cut_is_neither_exported_nor_saved(tmp_path: Path) -> None:
+    small = vc.prune(model(), vc.plan(model(), "magnitude"))
+    small.prune_intermediate_layers([0])  # type: ignore[operator]
+    for call in (lambda: vc.export(small, tmp_path / "model.onnx"), lambda: vc.save_model(small, tmp_path / "saved")):
+        with pytest.raises(InputError, match=r"is not the model of its plan: blocks\.1 differs"):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_traceback_shows_the_next_step() -> None:
     with pytest.raises(InputError) as error:
         vc.evaluate(model(), batches(), batch_size=0)

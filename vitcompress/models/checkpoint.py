@@ -19,7 +19,7 @@ from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import read_checkpoint, save_tensors
 from vitcompress.models import create
 from vitcompress.plan import Plan, enclosing_module
-from vitcompress.surgery import apply_plan, apply_to_copy
+from vitcompress.surgery import apply_to_copy
 
 OTHER = "use the folder of a run (other weights: vc.create_model(NAME, weights=FILE), or recipe --weights FILE)"
 
@@ -63,20 +63,16 @@ def save_model(model: nn.Module, folder: str | Path, classes: Sequence[str] | No
     Raises:
         ArtifactError: the folder is not empty.
         InputError: the model has no plan and is not as timm builds it, see `plan_of`; or `classes` has another length.
-        WeightsError: the weights do not belong to the plan, because the model was changed in another way.
+        WeightsError: the model was changed in another way, see `current_plan`.
     """
     folder, plan = user_path(folder), create.current_plan(model)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ArtifactError(f"{folder} is {'not empty' if folder.is_dir() else 'a file'}", hint="choose a new folder")
     model = create.prepared(model)
-    weights, count = model.state_dict(), getattr(model, "num_classes", None)
     if classes is not None:
-        if len(classes) != count:
+        if len(classes) != (count := getattr(model, "num_classes", None)):
             raise InputError(f"{len(classes)} class names, but the model has {count} classes")
         plan = replace(plan, arch_args=create.with_class_names(plan.arch_args, classes))
-    if difference := create.find_difference(model, _rebuild(plan, weights)):
-        message = f"this {plan.arch} is not the model of its plan: {difference} differs"
-        raise WeightsError(message, hint="undo the change, which loading would not repeat; see also `reset_classifier`")
     write_model(folder, model, plan)
     write_manifest(folder)
 
@@ -107,21 +103,13 @@ def load_model_files(plan_path: Path, weights_path: Path) -> nn.Module:
             raise ArtifactError(message, hint=f"run the recipe to its end, or {OTHER}")
     plan = read_plan(plan_path)
     tensors = load_for(weights_path, plan)
-    model = _rebuild(plan, tensors)
+    model = create.rebuild(plan, tensors)
     load_strictly(model, tensors, weights_path)
     model.plan = plan  # type: ignore[assignment]
     dtype = next(model.parameters()).dtype
     for buffer in (buffer for name, buffer in model.named_buffers() if name not in tensors):  # rotary embeddings
         buffer.data = buffer.to(dtype if buffer.is_floating_point() else buffer.dtype)
     return model.eval()
-
-
-def _rebuild(plan: Plan, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """The model of `plan`, on the meta device if `tensors` contains all parameters and buffers."""
-    model = apply_plan(create.create_on_meta(plan.arch, plan.arch_args), plan)
-    if any(buffer.is_meta and name not in tensors for name, buffer in model.named_buffers()):
-        model = apply_plan(create.create_model(plan.arch, plan.arch_args), plan)
-    return model
 
 
 def load_for(path: Path, plan: Plan) -> dict[str, Tensor]:

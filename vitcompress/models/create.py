@@ -28,6 +28,7 @@ from vitcompress.models.arguments import allowed_arguments
 from vitcompress.models.preprocessing import NAMES, Crop, Filter
 from vitcompress.models.weights import USE_FILE, check_hub, load_weights
 from vitcompress.plan import Plan
+from vitcompress.surgery import apply_plan
 
 NOISE = 0.1  # standard deviation for `randomize_constants`: small compared with norm weights of 1
 OVERLAY, LABELS = "pretrained_cfg_overlay", "label_names"  # argument of timm.create_model, and a key in it
@@ -147,8 +148,8 @@ def plan_of(model: nn.Module) -> Plan:
     that timm recorded; drop rates are not part of it. Raises InputError if it is changed, not timm's, or not finite.
     """
     reject_wrapper(model)
-    plan = getattr(model, "plan", None)
     check_finite(dict(model.named_parameters()), f"this {type(model).__name__}")
+    plan = getattr(model, "plan", None)
     if isinstance(plan, Plan):
         return plan
     cfg = getattr(model, "pretrained_cfg", {})
@@ -170,7 +171,7 @@ def plan_of(model: nn.Module) -> Plan:
 
 def current_plan(model: nn.Module) -> Plan:
     """`plan_of`, with what `reset_classifier` changed since (classes, pooling, place of the norm), the input size and
-    the preprocessing: what is saved with `model`, and named in its files.
+    the preprocessing: what is saved with `model`, and named in its files. Raises WeightsError for other changes, too.
     """
     plan = plan_of(model)
     blank = create_on_meta(plan.arch, plan.arch_args)
@@ -180,10 +181,21 @@ def current_plan(model: nn.Module) -> Plan:
     own, other = (input_config(one).to_dict() for one in (model, blank))
     if preprocessing := {name: own[name] for name in NAMES if own[name] != other[name]}:
         changed[OVERLAY] = {**(args.get(OVERLAY) or {}), **preprocessing}  # type: ignore[dict-item]
-    if not changed:
-        return plan
-    standard = plan.standard and {**plan.standard, "args": {**plan.standard["args"], **changed}}
-    return replace(plan, arch_args={**args, **changed}, standard=standard)
+    if changed:
+        standard = plan.standard and {**plan.standard, "args": {**plan.standard["args"], **changed}}
+        plan = replace(plan, arch_args={**args, **changed}, standard=standard)
+    if hasattr(model, "plan") and (difference := find_difference(model, rebuild(plan, model.state_dict()))):
+        message = f"this {plan.arch} is not the model of its plan: {difference} differs"
+        raise WeightsError(message, hint="undo the change, which loading would not repeat; see also `reset_classifier`")
+    return plan
+
+
+def rebuild(plan: Plan, tensors: Collection[str]) -> nn.Module:
+    """The model of `plan`, on the meta device if `tensors` names all parameters and buffers."""
+    model = apply_plan(create_on_meta(plan.arch, plan.arch_args), plan)
+    if any(buffer.is_meta and name not in tensors for name, buffer in model.named_buffers()):
+        model = apply_plan(create_model(plan.arch, plan.arch_args), plan)
+    return model
 
 
 def find_difference(model: nn.Module, other: nn.Module) -> str:
