@@ -1,4 +1,4 @@
-"""Open the artifacts of a measurement: files, run folders, timm models in several settings, and timm's ONNX export."""
+"""Open the artifacts of a measurement: files, run folders, models in several settings, and timm's ONNX export."""
 
 import contextlib
 import io
@@ -23,8 +23,10 @@ from vitcompress.errors import InputError, VitcompressError, did_you_mean, first
 from vitcompress.exporters.precision import HALF
 from vitcompress.exporters.runtimes import RUNNERS, Runner, RunnerOptions, open_runner
 from vitcompress.exporters.tensorrt.runner import EngineRunner
-from vitcompress.exporters.torch_runner import TIMM, TORCH_TYPES
+from vitcompress.exporters.torch_runner import TIMM, TORCH_TYPES, TorchRunner
+from vitcompress.families.lookup import copy_model
 from vitcompress.io import hardware
+from vitcompress.io.files import user_path
 from vitcompress.models.create import create_model, input_config
 from vitcompress.models.source import create_named, resolve_model
 from vitcompress.models.weights import NOT_FILES
@@ -33,6 +35,7 @@ from vitcompress.training.data import class_count
 
 TIMM_ONNX = "timm-onnx:"  # prefix of the ONNX file that timm itself exports
 
+Artifact = nn.Module | str | Path  # a model in memory, a name, or a path
 Settings = dict[str, Any]  # fields of RunnerOptions that a variant changes
 WORDS: dict[str, Settings] = {
     **{name: {"precision": name} for name in TORCH_TYPES},
@@ -47,36 +50,48 @@ ALL = {
 
 
 def open_artifacts(
-    artifacts: Sequence[str | Path], options: RunnerOptions, variants: str | None, stack: ExitStack
-) -> dict[Runner, tuple[str | Path, str | None]]:
+    artifacts: Sequence[Artifact], options: RunnerOptions, variants: str | None, stack: ExitStack
+) -> dict[Runner, tuple[Artifact, str | None]]:
     """Open one runner per artifact, and one per variant of those that run in torch; `stack` closes them.
 
     Returns runner -> (artifact, variant or None). Raises ArtifactError or DeviceError if one of them cannot run with
     these options, and InputError for unknown variants, or a setting that a runtime does not have.
     """
     # Everything beside an engine runs on its GPU.
-    engines = options.device is None and any(RUNNERS.get(Path(path).suffix) is EngineRunner for path in artifacts)
+    engines = options.device is None and any(RUNNERS.get(_suffix(artifact)) is EngineRunner for artifact in artifacts)
     device = "cuda" if engines and hardware.count_gpus() else options.device
     settings = {} if variants is None else parse_variants(variants, device)
     if settings and not any(map(_runs_in_torch, artifacts)):
         problem = "--variants are settings of torch, and none of these artifacts runs in torch"
         raise InputError(problem, hint="leave --variants out, or add a run folder or timm:NAME")
-    runners = dict[Runner, tuple[str | Path, str | None]]()
-    for artifact in artifacts:
+    runners = dict[Runner, tuple[Artifact, str | None]]()
+    for number, artifact in enumerate(artifacts):
         in_torch, from_timm = _runs_in_torch(artifact), str(artifact).startswith(TIMM_ONNX)
-        any_device = in_torch or from_timm or Path(artifact).suffix == ".onnx"
+        any_device = in_torch or from_timm or _suffix(artifact) == ".onnx"
         for variant in settings if in_torch and settings else (None,):
             own = replace(options, device=device if any_device else options.device, **settings.get(variant or "", {}))
-            runner = _timm_onnx(str(artifact), own) if from_timm else open_runner(artifact, own)
-            runner.name = f"{artifact} {variant}" if variant else runner.name
+            runner = _timm_onnx(str(artifact), own) if from_timm else open_artifact(artifact, own, number)
+            runner.name = f"{runner.name} {variant}" if variant else runner.name
             stack.callback(runner.close)
             _check_settings(runner, options)
             runners[runner] = artifact, variant
     return runners
 
 
-def _runs_in_torch(artifact: str | Path) -> bool:
-    return str(artifact).startswith(TIMM) or Path(artifact).is_dir()
+def open_artifact(artifact: Artifact, options: RunnerOptions, number: int = 0) -> Runner:
+    """A runner; a model in memory is copied, as a runner moves it to its device and precision. number: in its name."""
+    if isinstance(artifact, nn.Module):
+        return TorchRunner(copy_model(artifact), options, name=f"{type(artifact).__name__} {number}")
+    return open_runner(artifact, options)
+
+
+def _suffix(artifact: Artifact) -> str:
+    """The suffix of a file; empty for a model in memory."""
+    return "" if isinstance(artifact, nn.Module) else Path(artifact).suffix
+
+
+def _runs_in_torch(artifact: Artifact) -> bool:
+    return isinstance(artifact, nn.Module) or str(artifact).startswith(TIMM) or user_path(artifact).is_dir()
 
 
 def synthetic_images(size: tuple[int, int, int], batch: int, seed: int) -> Tensor:

@@ -5,13 +5,13 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Annotated, cast
 
 from annotated_types import Gt, MinLen
+from torch import nn
 
 from vitcompress.bench import environment, machine, timing
-from vitcompress.bench.artifacts import open_artifacts, synthetic_images
+from vitcompress.bench.artifacts import Artifact, open_artifacts, synthetic_images
 from vitcompress.bench.environment import Monitor
 from vitcompress.bench.report import records
 from vitcompress.bench.report.run import bench_table
@@ -87,12 +87,16 @@ class Bench:
         return shorten_names(text, [row["artifact"] for row in self.rows]) if lines else None
 
 
-def run(artifacts: Sequence[str | Path], options: BenchOptions, progress: Progress = SILENT) -> Bench:
-    """Measure files, run folders, `timm:NAME` and `timm-onnx:NAME` interleaved; the first is the base of all ratios.
+def run(artifacts: Sequence[Artifact], options: BenchOptions, progress: Progress = SILENT) -> Bench:
+    """Measure models in memory, files, run folders, `timm:NAME` and `timm-onnx:NAME` interleaved; the first is the base
+    of all ratios.
 
     Raises InputError for invalid options, ArtifactError or DeviceError if an artifact cannot run (nothing is measured).
     """
     protocols = options.protocols()
+    if options.memory and any(isinstance(artifact, nn.Module) for artifact in artifacts):
+        message = "memory is measured in a process of its own, which cannot open a model of this one"
+        raise InputError(message, hint="save the model with vc.save_model, and pass its folder")
     runner_options = options.runner
     if not runner_options.batch:  # providers that build for a range of batch sizes
         batches = sorted(protocol.batch for protocol in protocols)

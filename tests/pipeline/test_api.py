@@ -117,6 +117,14 @@ def test_the_whole_path(tmp_path: Path) -> None:
     assert len(vc.bench(path, batch=1, protocol="paper", warmup=1, runs=3, device="cpu").rows) == 1
 
 
+def test_bench_opens_what_the_command_opens() -> None:
+    settings: dict[str, Any] = {"batch": 1, "protocol": "paper", "warmup": 1, "runs": 3, "device": "cpu"}
+    bench = vc.bench([model(), "timm-onnx:test_vit"], **settings, variants="fp32,bf16")
+    runs = [(row["runtime"], row["precision"]) for row in bench.rows]
+    assert runs == [("torch", "fp32"), ("torch", "bf16"), ("onnxruntime", "fp32")]
+    assert bench.rows[1]["artifact"] == "VisionTransformer 0 bf16"
+
+
 def test_steps_compose() -> None:
     dense = model()
     first = vc.prune(dense, vc.plan(dense, "magnitude", keep_heads=0.5))
@@ -238,6 +246,8 @@ def test_models_with_other_names_than_those_of_timm_are_planned_as_those_of_crea
         (lambda: vc.bench([model()], bach=1), "did you mean batch"),
         (lambda: vc.bench([model()], threads="two"), "threads"),
         (lambda: vc.bench([]), "a list of 1 or more"),
+        (lambda: vc.bench(model(), memory=True), "memory is measured in a process of its own"),
+        (lambda: vc.bench(model(), fail_under=1.0), "got only one"),
         (lambda: vc.export(model(), "x.onnx", class_names=["cat"]), "1 class names, but the model has 4 classes"),
         (lambda: vc.plan(model(), "nose", [(batches()[0][0] * float("nan"), batches()[0][1])]), "not finite"),
         (lambda: vc.plan(model(), "isomorphic", [(batches()[0][0].byte(), batches()[0][1])]), "uint8"),

@@ -20,12 +20,12 @@ from torch import nn
 from vitcompress import surgery
 from vitcompress.bench import suite
 from vitcompress.bench.accuracy import compare_classes
+from vitcompress.bench.artifacts import Artifact, open_artifact
 from vitcompress.errors import InputError
 from vitcompress.exporters.base import Exporter
 from vitcompress.exporters.options import ExportOptions, Positive
-from vitcompress.exporters.runner import Runner, RunnerOptions
-from vitcompress.exporters.runtimes import EXPORTERS, available_exporter, open_runner
-from vitcompress.exporters.torch_runner import TorchRunner
+from vitcompress.exporters.runner import RunnerOptions
+from vitcompress.exporters.runtimes import EXPORTERS, available_exporter
 from vitcompress.families.lookup import copy_model, prepare_model
 from vitcompress.io.checks import Verification
 from vitcompress.io.files import convert_write_errors, read_json, user_path, write_json
@@ -54,7 +54,6 @@ from vitcompress.training.trainer import TrainingContext, TrainingControls
 from vitcompress.verify.folder import noise_images, verify_folder
 from vitcompress.verify.outputs import Original
 
-Artifact = nn.Module | str | Path
 Artifacts = Artifact | Annotated[Sequence[Artifact], MinLen(1)]
 
 
@@ -330,7 +329,7 @@ def evaluate(
         stack.callback(runtime.stop)
         chosen = device != "auto" or isinstance(model, nn.Module) or user_path(model).is_dir()
         options = RunnerOptions(device=str(runtime.device) if chosen else None)  # None: where the file runs
-        runner = stack.enter_context(closing(_open(model, options)))
+        runner = stack.enter_context(closing(open_artifact(model, options)))
         source = open_source(data, runtime, model, once=True)
         if isinstance(source, BatchLoader):
             changed = {"batch_size": batch_size != 256, "workers": workers != 0}
@@ -346,8 +345,12 @@ def bench(artifacts: Artifacts, *, progress: Progress | None = None, **options: 
 
     Args:
         artifacts: one or several: models in memory, run folders, exported files, `timm:NAME`, `timm-onnx:NAME`.
-        options: fields of `BenchOptions` (`batch`, `protocol`, `warmup`, `runs`), or of `RunnerOptions` (`device`,
-            `precision`, `threads`).
+        options: fields of `BenchOptions` (`batch`, `protocol`, `warmup`, `runs`, `variants`), or of `RunnerOptions`
+            (`device`, `precision`, `threads`).
+
+    Raises:
+        InputError: options that are invalid, or that an artifact does not have.
+        ArtifactError, DeviceError: an artifact cannot run; nothing is measured.
 
     Returns:
         Rows with samples, ratios with 95 % intervals and warnings; `print` shows a table.
@@ -362,13 +365,4 @@ def bench(artifacts: Artifacts, *, progress: Progress | None = None, **options: 
     own = {key: options.pop(key) for key in RunnerOptions.__dataclass_fields__ if key in options and key != "batch"}
     runner: RunnerOptions = options_of(RunnerOptions, own, "bench")
     settings = replace(options_of(suite.BenchOptions, options, "bench"), runner=runner)
-    with ExitStack() as stack:
-        runners = [stack.enter_context(closing(_open(artifact, runner, n))) for n, artifact in enumerate(artifacts)]
-        return suite.compare(runners, settings, progress or SILENT)
-
-
-def _open(artifact: Artifact, options: RunnerOptions, number: int = 0) -> Runner:
-    """A runner; a model in memory is copied, as a runner moves it to its device and precision."""
-    if isinstance(artifact, nn.Module):
-        return TorchRunner(copy_model(artifact), options, name=f"{type(artifact).__name__} {number}")
-    return open_runner(artifact, options)
+    return suite.run(artifacts, settings, progress or SILENT)
