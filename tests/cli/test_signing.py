@@ -305,6 +305,14 @@ def test_keys_that_cannot_sign(tmp_path: Path) -> None:
                 assert problem in text and "vitcompress keygen" in text
 
 
+def test_the_home_folder_in_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell leaves `~` in `--out=~/x` and in environment variables: a folder of this name was created."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "user"))
+    call("keygen", "~/key")
+    assert (tmp_path / "user" / "key.pub").is_file() and not (tmp_path / "~").exists()
+
+
 @pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="needs OpenSSH")
 def test_keys_of_ssh_keygen(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, phrase in (("ssh", ""), ("locked", "secret")):

@@ -8,12 +8,12 @@ import click
 
 from vitcompress.cli import options as opt
 from vitcompress.cli.common import common_options, print_result, report_failure, show_progress
-from vitcompress.cli.options import FILE, FOLDER
+from vitcompress.cli.options import FILE, FOLDER, PATH
 from vitcompress.errors import InputError, MissingExtraError
 
 
 @click.command()
-@click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
+@click.argument("folder", type=PATH, metavar="DIR")
 @opt.flag("--require-verified", "Exit code 1 if a check cannot run on this machine.")
 @opt.flag("--adopt", "Write a manifest of all files in DIR if no check fails.")
 @opt.require_signed_option
@@ -56,7 +56,7 @@ def verify(folder: Path, require_verified: bool, adopt: bool) -> int:
 
 
 @click.command()
-@click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
+@click.argument("folder", type=PATH, metavar="DIR")
 @opt.option("--format form", "onnx (default), openvino, trt or trt-rtx.", opt.parse_name, "FORMAT")
 @opt.export_options
 @opt.option("--out -o", "File to write (default: in DIR).", FILE)
@@ -124,7 +124,7 @@ def keygen(key: Path) -> int:
 
 
 @click.command()
-@click.argument("artifact", type=click.Path(path_type=Path), metavar="FILE|DIR")
+@click.argument("artifact", type=PATH, metavar="FILE|DIR")
 @opt.option("--key", "Private ed25519 key, of keygen or ssh-keygen.", required=True, **opt.KEY)
 @common_options
 def sign(artifact: Path, key: Any) -> int:

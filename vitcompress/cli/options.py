@@ -11,6 +11,8 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from vitcompress.io.files import user_path
+
 # Other names of formats, precisions and devices, and of providers.
 ALIASES = {
     **{"engine": "trt", "tensorrt": "trt", "rtx": "trt-rtx", "ov": "openvino", "gpu": "cuda"},
@@ -20,7 +22,15 @@ PROVIDERS = {name.lower(): f"{name}ExecutionProvider" for name in ("CPU", "CUDA"
 MOST = 2**20  # images of a call, and calls
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
-FILE, FOLDER = click.Path(path_type=Path, dir_okay=False), click.Path(path_type=Path, file_okay=False)
+
+class HomePath(click.Path):
+    """A path whose `~` is the home folder: shells replace it in `--out ~/x`, and leave it in `--out=~/x`."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return super().convert(user_path(value), param, ctx)
+
+
+PATH, FILE, FOLDER = (HomePath(path_type=Path, **kind) for kind in ({}, {"dir_okay": False}, {"file_okay": False}))
 
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
@@ -141,7 +151,7 @@ export_options = add_options(
     flag("--uint8", "Take uint8 images (batch, height, width, channels); normalize inside."),
     option("--optimization-level", "0: fastest build, 5: fastest engine (trt).", click.IntRange(0, 5)),
     option("--workspace", "Memory for an engine, as in 4G (trt).", parse_size, "SIZE"),
-    option("--timing-cache", "File that caches kernel timings (trt).", click.Path(path_type=Path)),
+    option("--timing-cache", "File that caches kernel timings (trt).", PATH),
     option(
         "--hardware-compatible",
         "Run on any GPU from Ampere on, or of the same compute capability (trt).",
