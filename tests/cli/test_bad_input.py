@@ -40,7 +40,7 @@ def test_an_unknown_recipe_names_the_nearest() -> None:
     [
         ("recipe digits_hetdp", "digits_hetdpt"),
         ("recipe nowhere.toml", "nowhere.toml cannot be read"),
-        ("recipe up", "nearest: digits_up"),
+        ("recipe up", "nearest: up_deit_s"),
         ("recipe digits_hetdpt --set finetune.epoch=3", "did you mean epochs?"),
         ("recipe digits_hetdpt --set step.0.method=hetdp", "did you mean hetdpt?"),
         ("recipe digits_hetdpt --weights nowhere.pth", "nowhere.pth does not exist"),
