@@ -26,6 +26,11 @@ def module_of(space: str) -> str:
     return f"{block}.attn" if kind in ("qk", "v", "sr") else space
 
 
+def stage_of(block: str) -> str:
+    """The module that contains a block."""
+    return block.rpartition(".")[0]
+
+
 Channels = Mapping[str, tuple[int, ...]]  # space -> numbers of its channels
 FORMAT = 1
 BYPASSES = ("drop", "norm_identity", "double")

@@ -9,7 +9,7 @@ from vitcompress.bench.report.records import Stored, TableRecord
 from vitcompress.families import Site, Space, family_of
 from vitcompress.io.text import natural_key
 from vitcompress.models.create import create_on_meta
-from vitcompress.plan import Plan, enclosing_module
+from vitcompress.plan import Plan, enclosing_module, stage_of
 
 LAYERS = {"attention": "attention", "activation": "activation", "ffn": "FFN"}
 WIDTHS = {"residual": "residual", "heads": "heads", "qk": "q and k", "v": "v", "mlp": "FFN", "sr": "reduction"}
@@ -87,7 +87,7 @@ def describe_structure(plan: Plan) -> Structure:
                 widths["heads"][place] = Width(heads, space.heads)
     return Structure(
         places,
-        tuple(Counter(path.rpartition(".")[0] for path in blocks).values()),  # of each stage
+        tuple(Counter(map(stage_of, blocks)).values()),
         {kind: [row.get(path) for path in places] for kind, row in layers.items() if row},
         {kind: [row.get(path) for path in places] for kind, row in widths.items() if row},
     )

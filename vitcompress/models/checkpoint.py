@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress.errors import ArtifactError, InputError, PlanError, WeightsError, lines_of
-from vitcompress.families import Family, family_of
-from vitcompress.families.edited_block import SITE_PARTS
+from vitcompress.families import Family, Site, family_of
 from vitcompress.io.files import parse_plain, read_text, user_path, write_text
 from vitcompress.io.hardware import check_device
 from vitcompress.io.manifest import check_unchanged, write_manifest
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import read_checkpoint, save_tensors
 from vitcompress.models import create
-from vitcompress.plan import Plan, enclosing_module
+from vitcompress.plan import Plan, enclosing_module, stage_of
 from vitcompress.surgery import apply_to_copy
 
 OTHER = "use the folder of a run (other weights: vc.create_model(NAME, weights=FILE), or recipe --weights FILE)"
@@ -140,6 +139,36 @@ def read_plan(path: Path) -> Plan:
         raise PlanError(f"{path}: {error.message}", hint=error.hint) from None
 
 
+@dataclass(frozen=True)
+class Block:
+    """An attention and the FFN after it, of the same dense block or of two."""
+
+    attention: Site
+    ffn: Site
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The sites to remove: the dense block, or the two parts."""
+        same = self.attention.block == self.ffn.block
+        return (self.attention.block,) if same else (self.attention.name, self.ffn.name)
+
+
+def standard_blocks(model: nn.Module, family: Family) -> dict[str, list[Block]]:
+    """Stage -> its blocks in order; a hybrid of an earlier step is one block.
+
+    Raises PlanError if attentions and FFNs do not alternate, because an earlier step removed one of them alone.
+    """
+    parts: dict[str, list[Site]] = {stage_of(path): [] for path in family.blocks(model)}
+    for site in family.sites(model):
+        if site.kind in ("attention", "ffn"):
+            parts[stage_of(site.block)].append(site)
+    for stage, sites in parts.items():
+        if [site.kind for site in sites] != ["attention", "ffn"] * (len(sites) // 2):
+            message = f"the attentions and FFNs in {stage} do not alternate, so they form no standard blocks"
+            raise PlanError(message, hint="prune blocks before a step that removes attentions or FFNs alone")
+    return {stage: list(map(Block, sites[::2], sites[1::2])) for stage, sites in parts.items()}
+
+
 def standard_model(model: nn.Module, plan: Plan) -> nn.Module:
     """The timm model of `plan.standard` with the weights of `model`: it computes the same, and loads without a plan.
 
@@ -147,13 +176,15 @@ def standard_model(model: nn.Module, plan: Plan) -> nn.Module:
     became narrower, the dense softmax scale is multiplied into the weights of q, because the standard model uses the
     scale of its own heads.
 
-    Raises PlanError if the weights do not fit that model, or a block lacks an attention or FFN that its neighbor does
-    not complete.
+    Raises PlanError if the weights do not fit that model, and as `standard_blocks`.
     """
     arch, args = plan.standard["arch"], plan.standard["args"]
     standard = create.create_model(arch, args).to(next(model.parameters()).dtype)
     family = family_of(model)
-    prefixes = _standard_paths(model, family)
+    prefixes: dict[str, str] = {}  # path of each block -> path of the standard block that contains it
+    for stage, blocks in standard_blocks(model, family).items():
+        for number, block in enumerate(blocks):
+            prefixes |= dict.fromkeys((block.attention.block, block.ffn.block), f"{stage}.{number}")
 
     def rename(name: str) -> str:
         path = enclosing_module(name, prefixes)
@@ -173,21 +204,3 @@ def standard_model(model: nn.Module, plan: Plan) -> nn.Module:
         message = f"the model does not load as {arch}: {lines_of(error)[:2][-1]}"
         raise PlanError(message, hint="remove the steps that change more than widths and whole blocks") from None
     return standard.eval()
-
-
-def _standard_paths(model: nn.Module, family: Family) -> dict[str, str]:
-    """Path of each block -> path of the standard block that contains it."""
-    paths: dict[str, str] = {}
-    counts: dict[str, list[int]] = {}  # stage -> attentions and FFNs so far
-    for path, block in family.blocks(model).items():
-        stage = path.rpartition(".")[0]
-        count = counts.setdefault(stage, [0, 0])
-        attention, ffn = (hasattr(block, name) for name in SITE_PARTS.values())
-        if attention == (count[0] > count[1]):  # an attention opens a standard block, which its FFN completes first
-            raise PlanError(f"{path} is no standard block, and its neighbor does not complete it")
-        count[0] += attention
-        paths[path] = f"{stage}.{count[0] - 1}"
-        count[1] += ffn
-    if unfinished := [stage for stage, (attentions, ffns) in counts.items() if attentions > ffns]:
-        raise PlanError(f"the last block of {unfinished[0]} has no FFN")
-    return paths

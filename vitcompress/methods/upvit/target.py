@@ -10,32 +10,19 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from vitcompress.errors import InputError, PlanError
-from vitcompress.families import Family, Site, Space, family_of
+from vitcompress.families import Family, Space, family_of
 from vitcompress.methods.base import reject_unused
 from vitcompress.methods.latency import check_target
 from vitcompress.methods.options import Strategy, UpvitOptions
 from vitcompress.methods.scores import UNMEASURED
 from vitcompress.methods.upvit.importance import Component, components
+from vitcompress.models.checkpoint import Block, standard_blocks
 from vitcompress.models.create import build_on_meta, create_on_meta
-from vitcompress.plan import Plan, enclosing_module
+from vitcompress.plan import Plan, enclosing_module, stage_of
 
 OTHER_METHODS = "use upvit on ViT or PVTv2; isomorphic and sero prune this family"
 KINDS = {"residual": "stream", "qk": "attention (q, k)", "v": "attention (v)", "mlp": "FFN", "sr": "spatial reduction"}
 Place = tuple[str, str]  # stage, or name of a space outside of blocks; kind of the space
-
-
-@dataclass(frozen=True)
-class Block:
-    """An attention and the FFN after it, of the same dense block or of two."""
-
-    attention: Site
-    ffn: Site
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The sites to remove: the dense block, or the two parts."""
-        same = self.attention.block == self.ffn.block
-        return (self.attention.block,) if same else (self.attention.name, self.ffn.name)
 
 
 @dataclass(frozen=True)
@@ -104,27 +91,6 @@ def _place(space: Space, blocks: Mapping[str, nn.Module]) -> Place:
     """Equal for corresponding spaces of two models."""
     block = enclosing_module(space.name, blocks)
     return (space.name if block is None else stage_of(block), space.kind)
-
-
-def stage_of(block: str) -> str:
-    """The module that contains a block."""
-    return block.rpartition(".")[0]
-
-
-def standard_blocks(model: nn.Module, family: Family) -> dict[str, list[Block]]:
-    """Stage -> its blocks in order; a hybrid of an earlier step is one block.
-
-    Raises PlanError if attentions and FFNs do not alternate, because an earlier step removed one of them alone.
-    """
-    parts: dict[str, list[Site]] = {stage_of(path): [] for path in family.blocks(model)}
-    for site in family.sites(model):
-        if site.kind in ("attention", "ffn"):
-            parts[stage_of(site.block)].append(site)
-    for stage, sites in parts.items():
-        if [site.kind for site in sites] != ["attention", "ffn"] * (len(sites) // 2):
-            message = f"the attentions and FFNs in {stage} do not alternate, so they form no standard blocks"
-            raise PlanError(message, hint="prune blocks before a step that removes attentions or FFNs alone")
-    return {stage: list(map(Block, sites[::2], sites[1::2])) for stage, sites in parts.items()}
 
 
 def find_target(model: nn.Module, family: Family, base: Plan, options: UpvitOptions) -> Target:
