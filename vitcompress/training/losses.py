@@ -18,7 +18,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
-from timm.task.distillation import DistillationTeacher
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -66,30 +65,24 @@ def both_heads(module: nn.Module) -> Iterator[None]:
 class Teacher:
     """A frozen model on the student's batches, with its own normalization."""
 
-    def __init__(self, model: nn.Module, student_input: InputConfig, device: torch.device) -> None:
-        own, self.dtype = input_config(model), next(model.parameters()).dtype
-        if own.size != student_input.size:
-            message = f"the teacher takes images of {own.size}, the student of {student_input.size}"
+    def __init__(self, model: nn.Module, student: InputConfig, device: torch.device) -> None:
+        own = input_config(model)
+        if own.size != student.size:
+            message = f"the teacher takes images of {own.size}, the student of {student.size}"
             hint = "use a teacher with the student's channels and input size, in a CNN pretrained_cfg['input_size']"
             raise InputError(message, hint=hint)
-        self.frozen = DistillationTeacher(model.to(device), device=device)
-        # timm fills these from the pretrained settings, which are for 3 channels; ours fit the model as it is.
-        means_and_stds = (own.mean, own.std, student_input.mean, student_input.std)
-        values = (torch.tensor(each, device=device).view(1, -1, 1, 1) for each in means_and_stds)
-        self.frozen.mean_kd, self.frozen.std_kd, self.mean, self.std = values
+        self.model, self.dtype = model.to(device).eval(), next(model.parameters()).dtype
+        self.same_pixels = (own.mean, own.std) == (student.mean, student.std)
+        values = (student.mean, student.std, own.mean, own.std)
+        self.pixels = [torch.tensor(each, device=device).view(1, -1, 1, 1) for each in values]
 
     @torch.no_grad()
-    def __call__(self, images: Tensor) -> Tensor:
-        """images: normalized for the student, (batch, C, H, W) -> logits, (batch, classes)."""
-        return cast(Tensor, self.frozen(self._normalize(images)))
-
-    @torch.no_grad()
-    def with_features(self, images: Tensor, kind: Distillation) -> tuple[Tensor, Tensor]:
-        """Logits, and patch tokens (batch, patches, channels) or, for `features`, pooled features (batch, channels)."""
-        return _logits_and_features(self.frozen.model, self._normalize(images), kind)
-
-    def _normalize(self, images: Tensor) -> Tensor:
-        return cast(Tensor, self.frozen.normalize_input(images, self.mean, self.std)).to(self.dtype)
+    def __call__(self, images: Tensor, kind: Distillation) -> tuple[Tensor, Any]:
+        """images: normalized for the student, (batch, C, H, W) -> as `_logits_and_features`."""
+        if not self.same_pixels:
+            mean, std, own_mean, own_std = self.pixels
+            images = (images * std + mean - own_mean) / own_std
+        return _logits_and_features(self.model, images.to(self.dtype), kind)
 
 
 class FeatureStudent(nn.Module):
@@ -147,11 +140,13 @@ def _check_shapes(student: Tensor, teacher: Tensor) -> None:
         raise InputError(message, hint="use a teacher with the same patches")
 
 
-def _logits_and_features(model: Any, images: Tensor, kind: Distillation) -> tuple[Any, Tensor]:
+def _logits_and_features(model: Any, images: Tensor, kind: Distillation) -> tuple[Any, Any]:
+    """Logits, and by `kind` patch tokens (batch, patches, channels), pooled features (batch, channels) or None."""
+    if kind not in FEATURES:
+        return model(images), None
     maps = model.forward_features(images)
     logits = model.forward_head(maps)
-    features: Tensor = model.forward_head(maps, pre_logits=True) if kind == "features" else _patches(model, maps)
-    return logits, features
+    return logits, model.forward_head(maps, pre_logits=True) if kind == "features" else _patches(model, maps)
 
 
 def _patches(model: Any, maps: Tensor) -> Tensor:
@@ -192,8 +187,8 @@ class Objective:
 
     def __call__(self, network: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
         """targets: classes (batch,) or probabilities (batch, classes) -> mean loss, a scalar."""
-        options, teacher, output = self.options, self.teacher, network(images)
-        if is_feature_loss := teacher is not None and options.distillation in FEATURES:
+        options, teacher, output, features = self.options, self.teacher, network(images), None
+        if options.distillation in FEATURES:
             output, features = output
         first, second = output if isinstance(output, tuple) else (output, output)
         weight = 1.0 if teacher is None else options.share_of_labels
@@ -206,9 +201,9 @@ class Objective:
         labels = cast(Tensor, sum(parts) / len(parts))
         if teacher is None:
             return labels
-        if not is_feature_loss:
-            return labels + options.alpha * self._distill(second, teacher(images))
-        known, wanted = teacher.with_features(images, options.distillation)
+        known, wanted = teacher(images, options.distillation)
+        if features is None:
+            return labels + options.alpha * self._distill(second, known)
         _check_shapes(features, wanted)
         common = torch.promote_types(features.dtype, wanted.dtype)  # torch 2.11 has no gradient for two types
         distance = functional.mse_loss(features.to(common), wanted.to(common))
