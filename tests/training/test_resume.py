@@ -39,10 +39,7 @@ def test_killed_and_resumed_is_never_killed(killed_runs: Path, case: str) -> Non
     start = vit().state_dict()
     assert not same({name: whole[f"model.{name}"] for name in start}, start)
     logs = [
-        [
-            {k: v for k, v in record.items() if k != "seconds"}
-            for record in RunLog(killed_runs / name / "log.jsonl").records()
-        ]
+        [{k: v for k, v in record.items() if k != "seconds"} for record in RunLog(killed_runs / name, "").records()]
         for name in ("whole", case)
     ]
     assert logs[0] == logs[1] and [record["epoch"] for record in logs[0]] == [0, 1, 2, 3]
@@ -121,8 +118,8 @@ def test_states_hold_plain_data_only(tmp_path: Path) -> None:
 
 
 def test_the_log_is_repaired_from_the_state(tmp_path: Path) -> None:
-    log = RunLog(tmp_path / "log.jsonl", "mine")
-    RunLog(log.path, "other").append({"epoch": 0})
+    log = RunLog(tmp_path, "mine")
+    RunLog(tmp_path, "other").append({"epoch": 0})
     log.append({"epoch": 0})
     with log.path.open("a") as file:
         file.write('{"stage": "mine", "ep')  # torn by a kill

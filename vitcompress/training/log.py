@@ -12,20 +12,16 @@ from vitcompress.training.options import EpochRecord
 
 
 class RunLog:
-    """The log at `path`, to which the training `stage` adds one line per epoch."""
+    """The log of a run, to which the training `stage` adds one line per epoch."""
 
-    def __init__(self, path: Path, stage: str = "") -> None:
-        self.path, self.stage = path, stage
-        self.board: Any = None
-
-    @classmethod
-    def of_training(cls, folder: Path, label: str) -> "RunLog":
+    def __init__(self, folder: Path, label: str) -> None:
         """The log of the run that a training's `folder` belongs to: next to the run's `state`, else in the folder. The
         folder below `state` names the training, or its `label`.
         """
         state = next((part for part in (folder, *folder.parents) if part == RunFolder(part.parent).state), None)
-        log = RunFolder(state.parent if state else folder).log
-        return cls(log, "/".join(folder.relative_to(state or folder).parts) or label)
+        self.path = RunFolder(state.parent if state else folder).log
+        self.stage = "/".join(folder.relative_to(state or folder).parts) or label
+        self.board: Any = None
 
     def records(self) -> list[dict[str, Any]]:
         """All complete records; an unfinished line of a killed process is left out."""

@@ -64,7 +64,7 @@ def _run(job: TrainingJob) -> TrainResult:
         if job.controls.hooks:
             job.controls.hooks.restore(state.data["hooks"])
         if job.at.runtime.is_main:
-            RunLog.of_training(job.at.folder, job.at.label).sync(state.data["history"])
+            RunLog(job.at.folder, job.at.label).sync(state.data["history"])
         return _result(state.data["history"], state.data["best_of"])
     if job.options.epochs == 0:
         return TrainResult([], None if job.heldout is None else _evaluate(job, job.module), None, "raw", -1)
@@ -72,7 +72,7 @@ def _run(job: TrainingJob) -> TrainResult:
     if state is not None:
         learner.restore(state)
     at, first, epochs, steps = job.at, len(learner.history), job.options.epochs, learner.steps
-    with closing(RunLog.of_training(at.folder, at.label)) as log:
+    with closing(RunLog(at.folder, at.label)) as log:
         if job.at.runtime.is_main:
             log.sync(learner.history)
             log.open_board(first)
