@@ -903,9 +903,9 @@ def test_names_of_version_0_1_still_work() -> None:
 
 def test_an_option_that_another_choice_disables_is_rejected() -> None:
     model = vc.create_model("vit_tiny_patch16_224", img_size=32, depth=3, num_classes=10)
-    with pytest.raises(InputError, match="published_attention has no effect: layers is 'search'"):
+    with pytest.raises(InputError, match=r"published_attention = \(0,\) has no effect: layers is 'search'"):
         vc.plan(model, "hetdpt", published_attention=(0,))
-    with pytest.raises(InputError, match="temperature has no effect: distillation is 'none'"):
+    with pytest.raises(InputError, match=r"temperature = 2\.0 has no effect: distillation is 'none'"):
         vc.finetune(model, [], temperature=2.0)
     with pytest.raises(InputError, match=r"dilution = 0\.5 has no effect"):
         vc.plan(model, "nose", dilution=0.5)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitcompress.errors import ArtifactError, PlanError, VitcompressError
+from vitcompress.errors import ArtifactError, InputError, PlanError, VitcompressError
 from vitcompress.families import Family, family_of, prepare_model
 from vitcompress.io.files import file_sha256, find_changed_files, read_json, user_path, write_json
 from vitcompress.io.hardware import check_device
@@ -106,8 +106,8 @@ def ranked(name: str, scores: Sequence[float], kept: Sequence[int] | int) -> Lin
     return Line(name, share, [scores[c] for c in order], [c not in stay for c in order])
 
 
-def reject_unused(options: Any, unused: Mapping[str, str | bool]) -> None:
-    """Raise PlanError if an option without effect differs from its default.
+def reject_unused(options: Any, unused: Mapping[str, str | bool], error: type[InputError] = PlanError) -> None:
+    """Raise `error` if an option without effect differs from its default.
 
     unused: name of an option -> why it has no effect, such as "target is 'ratios'"; False if it has one.
     """
@@ -118,7 +118,7 @@ def reject_unused(options: Any, unused: Mapping[str, str | bool]) -> None:
             shown = "" if is_dataclass(value) else f" = {value!r}"
             problems.append(f"{option.name}{shown} has no effect: {unused[option.name]}")
     if problems:
-        raise PlanError("; ".join(problems), hint="remove the option, or change the options that it depends on")
+        raise error("; ".join(problems), hint="remove the option, or change the options that it depends on")
 
 
 AT_ONCE = {"dilution": "only the layers of the last step of a recipe fade out"}  # unused in all others

@@ -6,7 +6,7 @@ of methods, trainings, exports and benchmarks are keyword arguments: the keys of
 
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -125,8 +125,7 @@ def plan(
     """
     chosen = find_method(method)
     settings = options_of(chosen.options, options, f"method {chosen.name}")
-    _check_effect(options, chosen.describe(settings).unused)
-    reject_unused(settings, AT_ONCE)
+    reject_unused(settings, {**AT_ONCE, **chosen.describe(settings).unused})
     if training and data is None:
         raise InputError("training has no effect: there are no images to train with", hint="omit it, or pass data")
     fields = {"progress": progress or SILENT, "train": options_of(TrainOptions, training or {}, "training")}
@@ -183,7 +182,7 @@ def finetune(  # noqa: PLR0913 (each argument is public and has a default)
     """
     default = {} if teacher is None else {"distillation": "soft"}
     settings = options_of(TrainOptions, {**default, **options}, "training")
-    _check_effect(options, settings.unused)
+    reject_unused(settings, settings.unused, InputError)
     with TemporaryDirectory(prefix="vitcompress-") as scratch, ExitStack() as stack:
         runtime = replace(distributed.start(device, amp, workers), dtype=next(model.parameters()).dtype)
         stack.callback(runtime.stop)
@@ -194,12 +193,6 @@ def finetune(  # noqa: PLR0913 (each argument is public and has a default)
         structure = tensors_digest((), str(getattr(model, "plan", model)))
         with _recorded(state / "model.json", {"structure": structure}, model, "training"):
             return train(model, source, heldout, settings, at, TrainingControls(teacher=teacher))
-
-
-def _check_effect(options: Iterable[str], unused: Mapping[str, str]) -> None:
-    """Raise InputError if `options` have no effect; `unused` names the reasons."""
-    if wrong := [f"{name} has no effect: {unused[name]}" for name in options if name in unused]:
-        raise InputError("; ".join(wrong), hint="omit it, or change the option that it depends on")
 
 
 @contextmanager
