@@ -1,6 +1,5 @@
 """Layers and channels that a plan keeps in each block of the dense model, for plots and tables."""
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -43,18 +42,14 @@ class Width(NamedTuple):
 class Structure:
     """One entry per block, for each kind of layer and width; None if the dense block has none.
 
-    blocks: paths of the dense blocks, then of an attention pool. stages: number of blocks of each stage.
+    blocks: paths of the dense blocks, then of an attention pool. stage_starts: number of the first block of each stage.
     widths["residual"] repeats the width of a stage in each of its blocks.
     """
 
     blocks: tuple[str, ...]
-    stages: tuple[int, ...]
+    stage_starts: tuple[int, ...]
     layers: dict[str, list[Layer | None]]
     widths: dict[str, list[Width | None]]
-
-    @property
-    def stage_starts(self) -> list[int]:
-        return [sum(self.stages[:number]) for number in range(len(self.stages))]
 
     def total(self, kind: str) -> Width:
         """Sum over all blocks; the residual stream of a stage counts once."""
@@ -85,9 +80,10 @@ def describe_structure(plan: Plan) -> Structure:
             if space.kind == "v":
                 heads = 0 if _replacement(plan, space.attention) else plan.heads.get(space.attention, space.heads)
                 widths["heads"][place] = Width(heads, space.heads)
+    stages = list(map(stage_of, blocks))
     return Structure(
         places,
-        tuple(Counter(map(stage_of, blocks)).values()),
+        tuple(map(stages.index, dict.fromkeys(stages))),
         {kind: [row.get(path) for path in places] for kind, row in layers.items() if row},
         {kind: [row.get(path) for path in places] for kind, row in widths.items() if row},
     )

@@ -86,7 +86,11 @@ def test_stages_have_streams_of_their_own() -> None:
     kept = {"layers.1.residual": tuple(range(24)), "layers.1.blocks.0.mlp": tuple(range(16))}
     plan = Plan("swin_tiny_patch4_window7_224", SWIN, {"layers.0.blocks.1": "drop"}, kept=kept)
     structure = describe_structure(plan)
-    assert structure.stages == (2, 1) and structure.layers["ffn"] == [Layer("kept"), Layer("removed"), Layer("kept")]
+    assert structure.stage_starts == (0, 2) and structure.layers["ffn"] == [
+        Layer("kept"),
+        Layer("removed"),
+        Layer("kept"),
+    ]
     assert structure.widths["residual"] == [Width(16, 16), Width(16, 16), Width(24, 32)]
     assert structure.total("residual") == Width(40, 48)
     assert structure.total("mlp") == Width(32 + 0 + 16, 32 + 32 + 64)
@@ -99,7 +103,7 @@ def test_a_pool_follows_the_blocks() -> None:
     structure, table = describe_structure(plan), width_table(plan)
     assert table is not None
     assert table["rows"][-1] == ["attn_pool", "12 of 16", "4", "16", "4 of 16", "8 of 32"] and len(table["rows"]) == 4
-    assert structure.stages == (3,) and structure.total("residual") == Width(12, 16)
+    assert structure.stage_starts == (0,) and structure.total("residual") == Width(12, 16)
     assert structure.total("mlp") == Width(3 * 32 + 8, 4 * 32) and structure.layers["attention"][-1] is None
     figure = structure_figure(structure, "pooled")
     assert [tick.get_text() for tick in figure.axes[1].get_xticklabels()] == ["0", "1", "2", "pool", "total"]
@@ -110,7 +114,7 @@ def test_the_figure_shows_what_is_kept() -> None:
     figure = structure_figure(describe_structure(plan()), "run")
     shown = texts(figure)
     assert {"norm", "linear", "1/3", "2/3", "75", "25", "50", "62"} <= set(shown)
-    assert len(shown) > len(texts(structure_figure(Structure(("blocks.0",), (1,), {"ffn": [Layer("kept")]}, {}), "")))
+    assert len(shown) > len(texts(structure_figure(Structure(("blocks.0",), (0,), {"ffn": [Layer("kept")]}, {}), "")))
 
 
 def test_curves_are_strong_only_where_channels_are_kept() -> None:
