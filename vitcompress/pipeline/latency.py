@@ -27,12 +27,12 @@ from vitcompress.methods import budget
 from vitcompress.methods.base import Goal, Measured, context_for
 from vitcompress.methods.latency import CLOSE, LatencySearch, goal_of, list_sizes, most_candidates
 from vitcompress.models.create import InputConfig, create_model
+from vitcompress.pipeline.export import QUICK
 from vitcompress.pipeline.job import Job
 from vitcompress.recipe.schema import ExportTable
 from vitcompress.training import distributed
 
-QUICK = suite.BenchOptions("paper", warmup=10, runs=40)  # one of up to REPEATS measurements of a candidate
-REPEATS = 5
+REPEATS = 5  # measurements of a candidate at most
 SECONDS = 20.0  # after which a candidate is not measured again
 PATIENCE = 60.0  # seconds that a step waits for a quiet machine, in total
 POLL = 1.0  # seconds over which the load is measured
