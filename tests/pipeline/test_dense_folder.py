@@ -9,9 +9,10 @@ import pytest
 
 from vitcompress import recipes
 from vitcompress.errors import RecipeError
+from vitcompress.io.files import write_json
 from vitcompress.io.run_folder import RunFolder
-from vitcompress.pipeline.folder import dense_folder, dense_folder_of_run, record_settings
-from vitcompress.recipe.load import dense_key, load_recipe, load_recipe_of_run
+from vitcompress.pipeline.folder import dense_folder, dense_folder_of_run
+from vitcompress.recipe.load import dense_key, dense_settings, load_recipe, load_recipe_of_run
 from vitcompress.recipe.schema import Recipe
 
 
@@ -25,7 +26,7 @@ def older(tmp_path: Path, recipe: Recipe) -> Path:
     """The folder of a model that an earlier version trained, which did not have all options."""
     folder = tmp_path / "dense-0123456789ab"
     folder.mkdir()
-    record_settings(recipe, folder)
+    write_json(RunFolder(folder).settings, dense_settings(recipe))
     RunFolder(folder).manifest.touch()
     edit_settings(
         folder, lambda table: (table["dense"].pop("patch_weight"), table["dense"]["augmentation"].pop("remode"))

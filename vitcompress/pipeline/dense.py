@@ -17,8 +17,9 @@ from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.create import check_arguments, create_model, randomize_constants
 from vitcompress.models.source import create_named
 from vitcompress.models.weights import hub_classes, read_source
-from vitcompress.pipeline.folder import claim_folder, record_settings, remove_unfinished
+from vitcompress.pipeline.folder import claim_folder, remove_unfinished
 from vitcompress.pipeline.job import Job
+from vitcompress.recipe.load import dense_settings
 from vitcompress.training.datasets import Images, few
 from vitcompress.training.loaders import EvalLoader
 from vitcompress.training.loop import train
@@ -39,7 +40,7 @@ def create_dense(job: Job) -> None:
         if options := job.recipe.dense:
             job.progress.stage(f"Train the dense model ({job.recipe.model.name})")
             if job.runtime.is_main:
-                record_settings(job.recipe, files.path)
+                write_json(files.settings, dense_settings(job.recipe))
             train_model(job, model, options, files.state, "dense", files.training)
         if job.runtime.is_main:
             write_model(job.dense_folder, model, job.base)

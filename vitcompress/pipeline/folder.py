@@ -9,13 +9,12 @@ import tempfile
 import tomllib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from vitcompress.errors import ArtifactError, OutputError, RecipeError
-from vitcompress.io.files import convert_write_errors, read_json, write_json, write_text
+from vitcompress.io.files import convert_write_errors, read_json, write_text
 from vitcompress.io.log_file import log_warnings
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
@@ -185,14 +184,6 @@ def dense_folder_of_run(folder: Path) -> Path:
     """The folder of the dense model according to the recipe.toml in `folder`; inside `folder` without such a file."""
     files = RunFolder(folder)
     return dense_folder(load_recipe_of_run(files.recipe), folder.resolve()) if files.recipe.is_file() else files.dense
-
-
-def record_settings(recipe: Recipe, folder: Path) -> None:
-    """Write all options that `dense_key` depends on to settings.json, including those that are None."""
-    data = {name: value for name, value in asdict(recipe.data).items() if name != "workers"}
-    run = {"seed": recipe.run.seed, "amp": recipe.run.amp}
-    dense = recipe.dense and asdict(recipe.dense)
-    write_json(RunFolder(folder).settings, {"model": asdict(recipe.model), "data": data, "dense": dense, "run": run})
 
 
 def _equal_trainings(recipe: Recipe, parent: Path) -> Iterator[Path]:

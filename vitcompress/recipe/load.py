@@ -6,6 +6,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +77,17 @@ def build_recipe(source: str, data: dict[str, object], sets: Sequence[str] = ())
     return recipe
 
 
+def dense_settings(recipe: Recipe) -> dict[str, Any]:
+    """Every setting that the trained dense model depends on, as plain data."""
+    data = {key: value for key, value in asdict(recipe.data).items() if key != "workers"}
+    run = {"seed": recipe.run.seed, "amp": recipe.run.amp}
+    return {"model": asdict(recipe.model), "data": data, "dense": recipe.dense and asdict(recipe.dense), "run": run}
+
+
 def dense_key(recipe: Recipe) -> str:
-    """Hash (12 hex digits) of every setting that the trained dense model depends on: equal keys share the model."""
-    data = {key: value for key, value in plain_data(recipe.data).items() if key != "workers"}
-    parts = {"model": recipe.model, "data": data, "dense": recipe.dense, "seed": recipe.run.seed, "amp": recipe.run.amp}
+    """Hash (12 hex digits) of `dense_settings`: equal keys share the model."""
+    parts = dense_settings(recipe)
+    parts |= parts.pop("run")
     return hashlib.sha256(json.dumps(plain_data(parts), sort_keys=True).encode()).hexdigest()[:12]
 
 
