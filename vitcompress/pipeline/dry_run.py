@@ -2,18 +2,17 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
-from vitcompress import surgery
 from vitcompress.bench import timing
 from vitcompress.errors import InputError
 from vitcompress.io.hardware import check_device
 from vitcompress.io.progress import SILENT, Progress
 from vitcompress.io.run_folder import RunFolder
+from vitcompress.methods.width import deploy
 from vitcompress.models.arguments import allowed_arguments
 from vitcompress.models.cost import Cost, count_cost
 from vitcompress.models.create import OVERLAY
@@ -155,9 +154,7 @@ def list_work(job: Job) -> Iterator[Work]:
 
 def count_final_cost(job: Job) -> Cost:
     """Cost of the folded model after all steps, counted on shapes."""
-    model = deepcopy(job.pruned)
-    surgery.fold_linears(model, job.structure)
-    return count_cost(model, job.input.size)
+    return count_cost(deploy(job.pruned, job.structure, job.structure.delta()), job.input.size)
 
 
 def _list_problems(checks: Iterable[Callable[[], object]]) -> list[str]:
