@@ -128,8 +128,6 @@ def dry_run_study(
 
 def _check_folder(folder: Path, study: Study, runs: Sequence[Run]) -> None:
     """Raise OutputError if `folder` contains anything but these runs of this study, or cannot be written."""
-    if folder.exists() and not folder.is_dir():
-        raise OutputError(f"{folder} is a file", hint=ELSEWHERE)
     mark = folder / MARK
     if not mark.is_file() and folder.is_dir() and any(folder.iterdir()):
         raise OutputError(f"{folder} is not empty and not the folder of a study", hint=ELSEWHERE)
