@@ -78,8 +78,23 @@ class Frames(torch.utils.data.IterableDataset[tuple[Tensor, int]]):
         )
 
 
+class Shards(torch.utils.data.IterableDataset[tuple[Tensor, Tensor]]):
+    """Batches with a length; torch gives every data set a `__getitem__`, which raises here."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter(batches())
+
+    def __len__(self) -> int:
+        return len(batches())
+
+
+def test_an_iterable_data_set_of_torch_gives_batches() -> None:
+    runs = [vc.finetune(model(), data, data, epochs=1, device="cpu").history for data in (batches(), Shards())]
+    assert [{**record, "seconds": 0} for record in runs[0]] == [{**record, "seconds": 0} for record in runs[1]]
+
+
 @pytest.mark.parametrize(
-    "data", [batches(), Pictures(), Stream(), torch.utils.data.DataLoader(Pictures(), collate_fn=list)]
+    "data", [batches(), Pictures(), Stream(), Shards(), torch.utils.data.DataLoader(Pictures(), collate_fn=list)]
 )
 def test_isomorphic_plans_from_any_data(data: Any) -> None:
     if isinstance(data, torch.utils.data.DataLoader):  # batches that are no tensors

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.utils.data import IterableDataset
 from torchvision.datasets.folder import make_dataset
 
 from vitcompress.errors import DataError, first_line
@@ -143,7 +144,7 @@ class MappedImages(Images):
 
 def is_map_style(data: Any, name: str = "the data set") -> bool:
     """Whether `data` gives one (image, class) pair per index, not batches. Raises DataError if it is empty."""
-    if isinstance(data, Mapping) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+    if isinstance(data, Mapping | IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         return False
     if not len(data):
         raise DataError(f"{name} is empty", hint="at least one image is needed")
