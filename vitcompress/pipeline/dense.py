@@ -23,7 +23,7 @@ from vitcompress.recipe.load import dense_settings
 from vitcompress.training.datasets import Images, few
 from vitcompress.training.loaders import EvalLoader
 from vitcompress.training.loop import train
-from vitcompress.training.losses import FEATURES, Objective, check_features
+from vitcompress.training.losses import FEATURES, Objective, student_of
 from vitcompress.training.metrics import Accuracy, evaluate, guessed
 from vitcompress.training.options import TrainOptions
 from vitcompress.training.trainer import TrainingContext, TrainingControls
@@ -251,10 +251,12 @@ def check_teacher(job: Job, *, download: bool = True) -> None:
     teacher = (_load_teacher(job) or deepcopy(job.blank)).to("meta")
     _check_classes(job, int(getattr(teacher, "num_classes", 0)))
     pruned = deepcopy(job.pruned).train()  # in which patches may be dropped
-    # Checks the image size, and that the weights of the losses train every head.
+    images, labels = torch.empty(2, *job.input.size, device="meta"), torch.zeros(2, dtype=torch.long, device="meta")
     for options in job.trainings:
-        Objective(pruned, options, teacher=teacher, input=job.input, device=torch.device("meta"))
-    check_features(pruned, finetune.distillation, teacher, job.input)
+        # Checks the image size, and that the weights of the losses train every head; the call, the shapes of features.
+        loss = Objective(pruned, options, teacher=teacher, input=job.input, device=torch.device("meta"))
+        if options.distillation in FEATURES:
+            loss(student_of(pruned, options.distillation, teacher), images, labels)
 
 
 def _check_classes(job: Job, classes: int | None) -> None:

@@ -125,15 +125,6 @@ def student_of(module: nn.Module, kind: Distillation, teacher: nn.Module | None,
     return FeatureStudent(module, inner(teacher), kind, seed)
 
 
-def check_features(module: nn.Module, kind: Distillation, teacher: nn.Module, input: InputConfig) -> None:
-    """Raise InputError if `kind` compares features of different shapes. Both models may be on the meta device."""
-    student = student_of(module, kind, teacher)
-    if isinstance(student, FeatureStudent):
-        images = torch.empty(1, *input.size, device=next(module.parameters()).device)
-        own, known = (_logits_and_features(model, images, kind)[1] for model in (module, inner(teacher)))
-        _check_shapes(student.projection(own), known)
-
-
 def _check_shapes(student: Tensor, teacher: Tensor) -> None:
     if student.shape != teacher.shape:
         message = f"the teacher's features are {tuple(teacher.shape[1:])}, the student's {tuple(student.shape[1:])}"
