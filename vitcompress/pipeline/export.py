@@ -242,10 +242,9 @@ def _export_file(job: Job, planned: PlannedFile, traces: dict[Any, Any]) -> None
 
 def class_names(job: Job) -> tuple[str, ...]:
     """The user's class names, else those of the data or of the weights; numbers if all of these are unknown."""
-    names = job.resolved.class_names
     if job.data is not None and job.recipe.model.class_names is None:
         return job.data.classes
-    return names or tuple(map(str, range(job.classes)))
+    return job.resolved.class_names or tuple(map(str, range(job.classes)))
 
 
 def quarantine_failed(job: Job) -> None:
