@@ -29,14 +29,9 @@ def wrap(text: str, inches: float) -> str:
     return f" {lines}" if lines.startswith("_") else lines
 
 
-def check_path(path: Path) -> None:
-    """Raise InputError if the suffix of `path` is not one of FORMATS."""
-    if path.suffix not in FORMATS:
-        raise InputError(f"a plot cannot be written to {path}", hint=f"use a file ending in {', '.join(FORMATS)}")
-
-
 def save_figure(figure: Any, path: Path) -> Path:
     """Write `figure` in the format of the suffix, and return the path. Raises InputError for an unknown format."""
-    check_path(path)
+    if path.suffix not in FORMATS:
+        raise InputError(f"a plot cannot be written to {path}", hint=f"use a file ending in {', '.join(FORMATS)}")
     write_file(path, lambda beside: figure.savefig(beside, format=path.suffix[1:], dpi=150))
     return path

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple, NotRequired, TypedDict
 
-from vitcompress.bench.plots.figure import COLORS, MARKS, check_path, new_figure, save_figure, wrap
+from vitcompress.bench.plots.figure import COLORS, MARKS, new_figure, save_figure, wrap
 from vitcompress.bench.report.files import format_accuracy, pairs
 from vitcompress.bench.report.records import AccuracyRecord, RatioRecord, Report, TableRecord
 from vitcompress.bench.report.run import count_verdicts
@@ -125,7 +125,6 @@ def plot(runs: Mapping[str, Report], path: Path) -> Path:
 
     Raises InputError if no run has both an accuracy and a speed, or `path` has another suffix.
     """
-    check_path(path)
     shown = list(points(runs))
     if not any(point.ratio for point in shown):
         reasons = "; ".join(f"{Path(name).name}: {_gap(report)}" for name, report in runs.items())
