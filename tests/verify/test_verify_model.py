@@ -15,7 +15,7 @@ from vitcompress.exporters.onnx.export import export
 from vitcompress.io.checks import Check
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import load_tensors, save_tensors
-from vitcompress.models.checkpoint import load_model, write_model
+from vitcompress.models.checkpoint import load_model, read_plan, write_model
 from vitcompress.models.create import input_config
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply_to_copy
@@ -119,7 +119,8 @@ def test_noise_is_not_reported_as_images(folder: Path) -> None:
     """Neither when a folder is verified, nor when it is verified again without the images."""
     model = load_model(folder)
     export(model, folder / "model.onnx", input=input_config(model))
-    for x, real, expected in ((None, False, noise_images(model)), (X, True, X), (None, True, X)):
+    noise = noise_images(model, read_plan(RunFolder(folder).plan))
+    for x, real, expected in ((None, False, noise), (X, True, X), (None, True, X)):
         checks = {check.name: check for check in verify_folder(folder, x).checks}
         assert checks["agreement.model.onnx.error"].detail.endswith("on noise") is not real
         known, is_real = recorded_images(folder, model)

@@ -276,7 +276,7 @@ def export(
         path.parent.mkdir(parents=True, exist_ok=True)
     # As `save_model` names the weights, and without dropout: ranges and outputs are measured.
     model = prepare_model(copy_model(model)).eval()
-    original, calibration = Original(model, noise_images(model), real=False), None
+    original, calibration = Original(model, noise_images(model, create.plan_of(model)), real=False), None
     if data is not None:
         source = as_images(data, create.image_size(model))
         original = Original(model, random_images(source, create.input_config(model), CALIBRATION_IMAGES, seed))

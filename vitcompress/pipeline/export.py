@@ -220,7 +220,7 @@ def _export_file(job: Job, planned: PlannedFile, traces: dict[Any, Any]) -> None
     present = (*present_layers(model, options.islands), AUTO)
     if absent := [name for name in options.islands if name not in present]:
         job.progress.note(f"not in {planned.path.name}, so not in fp32: {', '.join(absent)}")
-    original, calibration = Original(model, noise_images(model), real=False), None
+    original, calibration = Original(model, noise_images(model, job.base), real=False), None
     if job.data is not None:  # the test images make no choices
         source, seed = job.data.heldout or job.data.train, job.recipe.run.seed
         original = Original(model, random_images(source, job.input, CALIBRATION_IMAGES, seed))

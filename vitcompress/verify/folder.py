@@ -23,7 +23,7 @@ from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import load_tensors, save_tensors
 from vitcompress.models.checkpoint import load_model, read_plan, write_model
 from vitcompress.models.cost import count_cost
-from vitcompress.models.create import class_names_of, create_model, create_on_meta, input_config, plan_of
+from vitcompress.models.create import class_names_of, create_model, create_on_meta, input_config
 from vitcompress.plan import Plan
 from vitcompress.verify.engine import inspector_checks
 from vitcompress.verify.files import check_file, record_status, rejected_exports, structure_checks
@@ -88,8 +88,8 @@ def _check_content(
     """All checks after the `first` ones; images and outputs for later calls."""
     recorded = load_tensors(files.recorded_outputs) if files.recorded_outputs.is_file() else {}
     real, model = images is not None or bool(recorded), load_model(files.path)
-    shown = recorded.get("images", noise_images(model)) if images is None else images
     plan, classes = read_plan(files.plan), run_classes(files, model)
+    shown = recorded.get("images", noise_images(model, plan)) if images is None else images
     original = PlannedOriginal(model, shown, real, plan=plan, unfolded=files.unfolded, classes=classes)
     few = replace(original, images=shown[:FEW_IMAGES])
     checks = [*first, *report_checks(files), *_missing_exports(files)]
@@ -226,14 +226,16 @@ def run_classes(files: RunFolder, model: nn.Module) -> tuple[str, ...] | None:
 
 def recorded_images(folder: Path, model: nn.Module) -> tuple[Tensor, bool]:
     """The images that the folder was verified with, and True; noise and False if there are none."""
-    path = RunFolder(folder).recorded_outputs
-    return (load_tensors(path)["images"], True) if path.is_file() else (noise_images(model), False)
+    files = RunFolder(folder)
+    if files.recorded_outputs.is_file():
+        return load_tensors(files.recorded_outputs)["images"], True
+    return noise_images(model, read_plan(files.plan)), False
 
 
-def noise_images(model: nn.Module) -> Tensor:
+def noise_images(model: nn.Module, plan: Plan) -> Tensor:
     """Images of noise in the input size of `model`, always the same: (count, channels, height, width)."""
     size = input_config(model).size
-    count = min(image_count(plan_of(model)), FEW_IMAGES)
+    count = min(image_count(plan), FEW_IMAGES)
     return torch.randn(count, *size, generator=torch.Generator().manual_seed(0))
 
 
