@@ -26,13 +26,12 @@ THROTTLING = {
 
 
 class Gpu:
-    """One GPU through NVML. Raises LookupError, with the reason, if NVML is not available.
+    """One GPU, or MIG slice of one, through NVML. Raises LookupError, with the reason, if NVML is not available.
 
-    index: the number in torch, which CUDA_VISIBLE_DEVICES may have changed. uuid: as torch reports it, of the GPU or of
-    its MIG slice; preferred over `index`.
+    uuid: as torch reports it; numbers of GPUs differ from those in torch, which depend on CUDA_VISIBLE_DEVICES.
     """
 
-    def __init__(self, index: int = 0, uuid: str | None = None) -> None:
+    def __init__(self, uuid: str) -> None:
         try:
             import pynvml  # type: ignore[import-not-found,unused-ignore]
         except ImportError:
@@ -40,9 +39,6 @@ class Gpu:
         self._nvml = pynvml
         try:
             pynvml.nvmlInit()
-            if uuid is None:
-                self._handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-                return
             try:
                 self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
             except pynvml.NVMLError_NotFound:
@@ -95,9 +91,8 @@ class Gpu:
 
 def find_gpu(index: int) -> tuple[Gpu | None, str | None]:
     """GPU `index` of torch, or the reason why it cannot be monitored."""
-    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None) if torch.cuda.is_available() else None
     try:
-        return Gpu(index, None if uuid is None else str(uuid)), None
+        return Gpu(str(torch.cuda.get_device_properties(index).uuid)), None
     except LookupError as reason:
         return None, str(reason)
 

@@ -66,7 +66,7 @@ def test_a_gpu_that_cannot_be_read_is_no_measurement_without_readings(limit: int
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_reason_is_reported() -> None:
     with pytest.raises(LookupError, match=r"NVML is not available|nvidia-ml-py is not installed"):
-        gpu_monitor.Gpu(0)
+        gpu_monitor.Gpu("1-2")
 
 
 def test_a_mig_slice_is_opened_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,9 +80,9 @@ def test_a_mig_slice_is_opened_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", handle)
-    assert [gpu_monitor.Gpu(0, uuid)._handle for uuid in ("1-2", "3-4")] == ["GPU-1-2", "MIG-3-4"]
+    assert [gpu_monitor.Gpu(uuid)._handle for uuid in ("1-2", "3-4")] == ["GPU-1-2", "MIG-3-4"]
     with pytest.raises(LookupError, match="Not Found"):
-        gpu_monitor.Gpu(0, "5-6")
+        gpu_monitor.Gpu("5-6")
 
 
 def test_a_summary_keeps_extremes_and_every_name() -> None:

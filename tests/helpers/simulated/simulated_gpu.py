@@ -211,7 +211,9 @@ def _parse_to(*args: Any, **kwargs: Any) -> Any:
 
 def install() -> None:
     """Simulate a GPU in this process from now on."""
-    about = SimpleNamespace(name="simulated GPU", total_memory=2**36, major=9, minor=0, multi_processor_count=132)
+    about = SimpleNamespace(
+        name="simulated GPU", uuid="simulated", total_memory=2**36, major=9, minor=0, multi_processor_count=132
+    )
     state = torch.zeros(16, dtype=torch.uint8)
     results = {
         **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),
