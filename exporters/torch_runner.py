@@ -36,10 +36,8 @@ class TorchRunner(Runner):
     settings can alternate, and restored by `close`.
     """
 
-    def __init__(
-        self, model: nn.Module, options: RunnerOptions | None = None, *, name: str, sha256: str | None = None
-    ) -> None:
-        super().__init__(name, options or RunnerOptions(), "torch")
+    def __init__(self, model: nn.Module, options: RunnerOptions, *, name: str, sha256: str | None = None) -> None:
+        super().__init__(name, options, "torch")
         self._sha256 = sha256
         self._device = hardware.check_device(self._options.device or "cpu")
         self._precision = self._options.precision or "fp32"
