@@ -1,6 +1,5 @@
 """JSON Schemas of the files of a run folder: `python -m vitcompress.bench.report.schema` rewrites them."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,11 @@ def schema(name: str) -> dict[str, object]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **properties}
 
 
-def write_schemas(folder: Path = FOLDER) -> list[Path]:
-    """Write `NAME.schema.json` of every type into `folder`; the paths."""
-    paths = [folder / f"{name}.schema.json" for name in TYPES]
-    for name, path in zip(TYPES, paths, strict=True):
-        write_json(path, schema(name))
-    return paths
+def write_schemas(folder: Path = FOLDER) -> None:
+    """Write `NAME.schema.json` of every type into `folder`."""
+    for name in TYPES:
+        write_json(folder / f"{name}.schema.json", schema(name))
 
 
 if __name__ == "__main__":
-    sys.stdout.writelines(f"{path}\n" for path in write_schemas())
+    write_schemas()

@@ -30,7 +30,8 @@ def test_the_schema_files_equal_the_types(name: str) -> None:
 @one_version
 def test_all_schema_files_are_written(tmp_path: Path) -> None:
     names = sorted(path.name for path in FOLDER.iterdir())
-    assert sorted(path.name for path in write_schemas(tmp_path)) == names
+    write_schemas(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert all((tmp_path / name).read_bytes() == (FOLDER / name).read_bytes() for name in names)
 
 
