@@ -18,7 +18,7 @@ from vitcompress.models.checkpoint import load_model_files, read_plan
 from vitcompress.plan import Plan
 from vitcompress.verify.outputs import agreement_check
 from vitcompress.verify.slice import load_steps
-from vitcompress.verify.tolerance import fold_excess, in_float64, reference, storage_limit
+from vitcompress.verify.tolerance import exact_logits, fold_excess, in_float64, model_logits, reference, storage_limit
 
 EXACT_IMAGES = 8  # images that are evaluated in float64
 
@@ -39,8 +39,7 @@ def fold_checks(unfolded: nn.Module, folded: nn.Module, names: Iterable[str], im
         difference, quotient = fold_excess(layers, result, inputs[chain[0]], folds=len(chain) - 1)
         detail = f"difference over its rounding bound, worst of all outputs; largest difference {difference:.1e}"
         checks.append(limit_check(f"fold.{target}", quotient, 1.0, detail))
-    with in_float64(folded) as wide:
-        difference = largest_difference(model_logits(wide, few), truth.exact)
+    difference = largest_difference(exact_logits(folded, few), truth.exact)
     stored = storage_limit(folded, {target: len(chain) - 1 for target, chain in chains.items()}, few)
     detail = "largest difference of the logits, float64" if chains else "nothing was folded"
     checks.append(limit_check("fold", difference, stored + truth.exact_between, detail))
@@ -82,13 +81,6 @@ def _inputs(model: nn.Module, names: Iterable[str], images: Tensor) -> dict[str,
             stack.callback(exact.get_submodule(name).register_forward_pre_hook(partial(keep, name)).remove)
         exact(images.double())
     return inputs
-
-
-@torch.no_grad()
-def model_logits(model: nn.Module, images: Tensor) -> Tensor:
-    """The logits of `images`, computed in batches and in the model's own precision: (count, classes)."""
-    model = model.eval()
-    return torch.cat([model(part.to(next(model.parameters()).dtype)) for part in torch.split(images, 16)])
 
 
 def fold_folder_checks(files: RunFolder, model: nn.Module, plan: Plan, images: Tensor) -> Iterator[Check]:

@@ -27,11 +27,11 @@ from vitcompress.models.create import class_names_of, create_model, create_on_me
 from vitcompress.plan import Plan
 from vitcompress.verify.engine import inspector_checks
 from vitcompress.verify.files import check_file, record_status, rejected_exports, structure_checks
-from vitcompress.verify.fold import EXACT_IMAGES, fold_folder_checks, model_logits
+from vitcompress.verify.fold import EXACT_IMAGES, fold_folder_checks
 from vitcompress.verify.outputs import AGREEMENT, PlannedOriginal
 from vitcompress.verify.records import manifest_checks, report_checks
 from vitcompress.verify.slice import slice_folder_checks
-from vitcompress.verify.tolerance import exact_logits, reference
+from vitcompress.verify.tolerance import exact_logits, model_logits, reference
 from vitcompress.verify.weights import FileTensors, shape_check, weight_table
 
 MOST_IMAGES = 1000  # on which files are compared with their model
@@ -198,7 +198,7 @@ def reload_check(model: nn.Module, loaded: nn.Module, images: Tensor) -> Check:
     wrong = sorted(set(ours) ^ set(theirs))
     wrong += [key for key in ours if key in theirs and not torch.equal(ours[key], theirs[key])]
     # An export in another thread disables oneDNN for the whole process, which does not compute float64.
-    if not wrong and not torch.equal(*(exact_logits(one.eval(), images) for one in (model, loaded))):
+    if not wrong and not torch.equal(*(exact_logits(one, images) for one in (model, loaded))):
         wrong = ["the outputs"]
     return problem_check("reload", wrong, f"{len(ours)} tensors and the outputs of {len(images)} images, bit for bit")
 

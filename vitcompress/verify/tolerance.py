@@ -88,10 +88,16 @@ def reference(model: nn.Module, images: Tensor) -> Reference:
 
 
 @torch.no_grad()
+def model_logits(model: nn.Module, images: Tensor) -> Tensor:
+    """The logits of `images`, computed in batches and in the model's own precision: (count, classes)."""
+    model = model.eval()
+    return torch.cat([model(part.to(next(model.parameters()).dtype)) for part in torch.split(images, 16)])
+
+
 def exact_logits(model: nn.Module, images: Tensor) -> Tensor:
     """Those of `model` in float64, (count, classes), for images (count, channels, height, width)."""
     with in_float64(model) as wide:
-        return torch.cat([wide(part.double()) for part in torch.split(images, 16)])
+        return model_logits(wide, images)
 
 
 @torch.no_grad()
