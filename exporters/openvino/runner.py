@@ -30,7 +30,7 @@ DEFAULT = "default"  # precision that OpenVINO chooses without the hint: bf16 on
 
 def unavailable() -> str | None:
     """Why OpenVINO cannot be used here, or None."""
-    return None if util.find_spec("openvino") else f"openvino is not installed ({REMEDY})"
+    return None if util.find_spec("openvino") else f"openvino is not installed; {REMEDY}"
 
 
 @cache

@@ -4,6 +4,7 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,16 @@ def test_doctor_reports_each_package_and_nothing_about_all(capsys: pytest.Captur
     assert "matplotlib (plots of reports and diagnostics): installed" in lines
     assert "tensorboard (training curves): pip install tensorboard" in lines
     assert not any("all optional" in line for line in lines)
+
+
+def test_doctor_separates_what_is_missing_from_its_remedy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find_spec = util.find_spec
+    monkeypatch.setattr(util, "find_spec", lambda name, *rest: None if name == "openvino" else find_spec(name, *rest))
+    tables.print_doctor(doctor.examine())
+    lines = capsys.readouterr().out.splitlines()
+    assert "    openvino: pip install 'vitcompress[openvino]'" in lines[lines.index("  openvino is not installed") :]
 
 
 @pytest.mark.parametrize(
