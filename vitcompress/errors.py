@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 
 # Errors of libraries that are about this machine, whatever it runs.
-OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|failed to allocate memory|bad_alloc", re.IGNORECASE)
+OUT_OF_MEMORY = re.compile("out of memory|allocate memory|not be allocated|enough (free )?memory|bad_alloc", re.I)
 GPU_ERROR = re.compile(r"CUDA error|CUDA driver|NVIDIA driver|CUBLAS_STATUS|CUDNN_STATUS|NCCL", re.IGNORECASE)
 LONGEST_LINE = 600  # characters of a message; a name from a file may be longer
 # Characters that a terminal acts on (C0, C1, directions of text) or cannot print -> text, as in \x1b.

@@ -15,15 +15,12 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from vitcompress.errors import DeviceError
+from vitcompress.errors import OUT_OF_MEMORY, DeviceError
 from vitcompress.exporters.calls import QueuedCall, add_transfers, record_graph
 from vitcompress.exporters.tensorrt.flavours import FLAVOURS, RTX, create_log
 from vitcompress.exporters.tensorrt.process import receive, send
 
-# Messages about too little GPU memory, a GPU in exclusive use, or its driver.
-MACHINE_ERRORS = re.compile(
-    "out of memory|could not be allocated|enough (?:free )?memory|busy or unavailable|driver version", re.IGNORECASE
-)
+UNUSABLE_GPU = re.compile("busy or unavailable|driver version", re.IGNORECASE)  # in exclusive use, or its driver
 TYPES = {"FLOAT": torch.float32, "HALF": torch.float16, "BF16": torch.bfloat16, "UINT8": torch.uint8}
 
 Answer = tuple[dict[str, object], bytes]  # a message and its data, see `process.send`
@@ -198,7 +195,7 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
 
 def _kind(error: Exception) -> str:
     """The cause of an error: the `engine`, the `machine`, or "" for others."""
-    if isinstance(error, DeviceError) or MACHINE_ERRORS.search(str(error)):
+    if isinstance(error, DeviceError) or OUT_OF_MEMORY.search(str(error)) or UNUSABLE_GPU.search(str(error)):
         return "machine"
     return "engine" if isinstance(error, EngineError) else ""
 

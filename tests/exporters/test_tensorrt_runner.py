@@ -218,6 +218,8 @@ def test_a_library_that_does_not_work_with_the_driver(
         (EngineError("no memory or no context for it: Error Code 1: Cuda Runtime (out of memory)"), DeviceError),
         (EngineError("it cannot be opened: Serialization assertion failed"), ArtifactError),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB"), DeviceError),
+        (EngineError("no context: requested GPU memory could not be allocated"), DeviceError),
+        (RuntimeError("there is not enough free memory"), DeviceError),
         (RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable"), DeviceError),
         (RuntimeError("an illegal memory access was encountered"), VitcompressError),
     ],
