@@ -73,17 +73,17 @@ def format_ratio(ratio: float, digits: int = 2) -> str:
     return f"{ratio:.{digits}f}" if ratio < 10 else f"{ratio:,.1f}"
 
 
-def format_interval(ends: Sequence[float | None], digits: int = 2) -> str:
+def format_interval(ends: Sequence[float | None], digits: int = 2, title: str = "95 % interval ") -> str:
     """The 95 % interval of a ratio of `bench.timing`; without both ends there is none."""
     low, high = ends
     if low is None or high is None:
         return "no interval"  # of fewer than 6 rounds
-    return f"95 % interval {format_ratio(low, digits)} to {format_ratio(high, digits)}"
+    return f"{title}{format_ratio(low, digits)} to {format_ratio(high, digits)}"
 
 
 def format_speedup(ratio: Mapping[str, Any]) -> str:
     """`1.51x (1.45 to 1.56)`: a ratio of `bench.timing` and its 95 % interval, or `1.51x (no interval)`."""
-    return f"{format_ratio(ratio['median'])}x ({format_interval(ratio['ci95']).removeprefix('95 % interval ')})"
+    return f"{format_ratio(ratio['median'])}x ({format_interval(ratio['ci95'], title='')})"
 
 
 def describe_ratio(ratio: Mapping[str, Any]) -> str:
