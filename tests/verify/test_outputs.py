@@ -32,7 +32,7 @@ from vitcompress.pipeline.export_folder import export_folder, verify_export
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply_to_copy
 from vitcompress.verify import outputs
-from vitcompress.verify.files import file_status, record_status, reject_export
+from vitcompress.verify.files import file_status, reject_export
 from vitcompress.verify.folder import verify_folder
 from vitcompress.verify.outputs import (
     SHARES,
@@ -213,8 +213,8 @@ def test_an_engine_is_verified_by_its_own_outputs() -> None:
         ("not_run", "passed", "not_run"),
     ):
         checks = [Check("agreement.model.engine.kl", own), Check("agreement.model.engine.onnx", source)]
-        assert record_status(engine, checks) == verdict
-        assert record_status(Path("model.engine.onnx"), checks[1:]) == source
+        assert file_status(engine, checks) == verdict
+        assert file_status(Path("model.engine.onnx"), checks[1:]) == source
 
 
 @pytest.mark.parametrize(

@@ -180,13 +180,11 @@ def file_status(path: Path, checks: Sequence[Check]) -> Status:
     return "passed" if outputs and all(check.verdict == "passed" for check in outputs) else "not_run"
 
 
-def record_status(path: Path, checks: Sequence[Check]) -> Status:
-    """Write into the sidecar of `path`, if it has one that is not signed, its status and checks. Returns the status."""
-    status = file_status(path, checks)
+def record_status(path: Path, checks: Sequence[Check]) -> None:
+    """Write into the sidecar of `path`, if it has one that is not signed, its status and checks."""
     if read_sidecar(path) and not signed_files.get():
-        verification = {"verdict": status, "checks": [check.to_dict() for check in checks]}
-        amend_sidecar(path, verified=status == "passed", verification=verification)
-    return status
+        verification = {"verdict": file_status(path, checks), "checks": [check.to_dict() for check in checks]}
+        amend_sidecar(path, verified=verification["verdict"] == "passed", verification=verification)
 
 
 def quarantine(path: Path) -> Path:
