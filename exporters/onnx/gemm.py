@@ -13,8 +13,8 @@ import onnx_ir as ir
 from vitcompress.exporters.onnx.tokens import BINARY, UNARY, constant, create_node
 
 
-def join_linear_layers(graph: ir.Graph) -> int:
-    """Write every linear layer as a Gemm, and return their number. The caller removes unread nodes."""
+def join_linear_layers(graph: ir.Graph) -> None:
+    """Write every linear layer as a Gemm. The caller removes unread nodes."""
     layers = {node: layer for node in graph if (layer := _linear(node))}
     products = {product for product, _ in layers.values()}
     rows = _Rows(graph)
@@ -30,7 +30,6 @@ def join_linear_layers(graph: ir.Graph) -> int:
                 if value is not None and value in rows.replaced:
                     as_rows = index == 0 and _keeps_order(node)
                     node.replace_input_with(index, rows.of(value, node) if as_rows else rows.whole(value, node))
-    return len(layers)
 
 
 def multiply_patches(graph: ir.Graph) -> None:

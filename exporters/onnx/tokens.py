@@ -27,8 +27,8 @@ Slices = dict[tuple[ir.Value, Rows], ir.Value]
 Demands = dict[tuple[ir.Node, int], Demand]  # (node, number of an input) -> what the node needs of it
 
 
-def drop_unread_tokens(graph: ir.Graph) -> int:
-    """Shorten every tensor of which only the first rows are read, and return their number."""
+def drop_unread_tokens(graph: ir.Graph) -> None:
+    """Shorten every tensor of which only the first rows are read."""
     demands, shorter = _find_demands(graph)
     slices: Slices = {}
     for value, rows in shorter.items():
@@ -43,7 +43,6 @@ def drop_unread_tokens(graph: ir.Graph) -> int:
             sizes[rows.axis] = rows.count
             node.replace_input_with(1, constant(graph, sizes, f"{target.name}.first{rows.count}"))
         value.shape = _with_dim(value, rows)
-    return len(shorter)
 
 
 def _find_demands(graph: ir.Graph) -> tuple[Demands, dict[ir.Value, Rows]]:
