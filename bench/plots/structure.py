@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from vitcompress.bench.report.records import Stored, TableRecord
+from vitcompress.bench.report.records import Stored
 from vitcompress.families import Site, Space, family_of
-from vitcompress.io.text import natural_key
+from vitcompress.io.text import Table, natural_key
 from vitcompress.models.create import create_on_meta
 from vitcompress.plan import Plan, enclosing_module, stage_of
 
@@ -121,14 +121,14 @@ def describe_removed(plan: Stored[Plan]) -> Iterator[str]:
         yield f"heads padded to one width: {', '.join(sorted(padded, key=natural_key))}"
 
 
-def width_table(plan: Plan) -> TableRecord | None:
+def width_table(plan: Plan) -> Table | None:
     """Kept channels and heads of each block and of an attention pool; None if the plan keeps all channels."""
     if not plan.kept:
         return None
     structure = describe_structure(plan)
     by_block = zip(structure.blocks, zip(*structure.widths.values(), strict=True), strict=True)
     rows = [[block, *map(_format_width, widths)] for block, widths in by_block]
-    return {"title": "Widths", "columns": ["block", *(WIDTHS[kind] for kind in structure.widths)], "rows": rows}
+    return Table("Widths", ["block", *(WIDTHS[kind] for kind in structure.widths)], rows)
 
 
 def _format_width(width: Width | None) -> str:

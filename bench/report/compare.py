@@ -7,10 +7,10 @@ from typing import Literal, NamedTuple, NotRequired, TypedDict
 
 from vitcompress.bench.plots.figure import COLORS, MARKS, new_figure, save_figure, wrap
 from vitcompress.bench.report.files import format_accuracy, pairs
-from vitcompress.bench.report.records import AccuracyRecord, RatioRecord, Report, TableRecord
+from vitcompress.bench.report.records import AccuracyRecord, RatioRecord, Report
 from vitcompress.bench.report.run import count_verdicts
 from vitcompress.errors import InputError
-from vitcompress.io.text import NOT_MEASURED, format_change, format_count, format_speedup, shorten_paths
+from vitcompress.io.text import NOT_MEASURED, Table, format_change, format_count, format_speedup, shorten_paths
 
 Model = Literal["dense", "compressed", "control"]
 COUNTS: dict[str, Literal["params", "macs"]] = {"parameters": "params", "MACs": "macs"}
@@ -24,7 +24,7 @@ class Comparison(TypedDict):
     """
 
     runs: dict[str, Report]
-    table: TableRecord
+    table: Table
     not_plotted: dict[str, str]
     plot: NotRequired[str | None]
     pictures: NotRequired[list[str]]
@@ -55,7 +55,7 @@ def compare_runs(runs: Mapping[str, Report]) -> Comparison:
     columns = [column for column in COLUMNS if column != "dense model" or len(groups) > 1]
     cells = [tuple(row.get(column, "") for column in columns) for row in rows]
     left_out = {run: reason for run, report in runs.items() if (reason := _gap(report))}
-    return {"runs": dict(runs), "table": {"title": "", "columns": columns, "rows": cells}, "not_plotted": left_out}
+    return {"runs": dict(runs), "table": Table("", columns, cells), "not_plotted": left_out}
 
 
 def dense_models(runs: Mapping[str, Report]) -> dict[str, list[tuple[str, Report]]]:

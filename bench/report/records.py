@@ -11,6 +11,7 @@ from annotated_types import Ge
 from typing_extensions import TypedDict
 
 from vitcompress.io.checks import Status
+from vitcompress.io.text import Table
 from vitcompress.models.cost import Cost
 from vitcompress.models.create import InputConfig
 from vitcompress.plan import Plan
@@ -27,13 +28,6 @@ if TYPE_CHECKING:
 else:
     Stored = Annotated[T, "as plain data"]
 SpeedVerdict = Literal["faster", "slower", "not distinguishable"]
-
-
-class TableRecord(TypedDict):
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
 
 # ---------------------------------------------------------------------------------------------------------- bench.json
 
@@ -373,7 +367,7 @@ class Report(TypedDict, total=False):
     plan: Stored[Plan] | None
     plan_sha256: str | None
     dense_sha256: str | None
-    widths: TableRecord | None
+    widths: Stored[Table] | None
     cost: Required[Mapping[Literal["dense", "compressed"], Stored[Cost]]]
     accuracy: AccuracyPair | None
     extra_epochs: int | None
@@ -388,6 +382,6 @@ class Report(TypedDict, total=False):
     layers: str | None
     teacher: str | None
     published: Stored[Published] | None
-    tables: Sequence[TableRecord] | None
+    tables: Sequence[Stored[Table]] | None
     notes: Sequence[str] | None
     manifest: bool | None

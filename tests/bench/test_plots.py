@@ -66,8 +66,8 @@ def test_every_replacement_has_a_description() -> None:
 
 def test_widths_of_a_plan_as_a_table() -> None:
     table = width_table(plan())
-    assert table is not None and table["columns"] == ["block", "residual", "heads", "q and k", "v", "FFN"]
-    assert table["rows"] == [
+    assert table is not None and table.columns == ["block", "residual", "heads", "q and k", "v", "FFN"]
+    assert table.rows == [
         ["blocks.0", "12 of 16", "removed", "removed", "removed", "8 of 32"],
         ["blocks.1", "12 of 16", "removed", "removed", "removed", "linear"],
         ["blocks.2", "12 of 16", "2 of 4", "4 of 16", "4 of 16", "32"],
@@ -102,7 +102,7 @@ def test_a_pool_follows_the_blocks() -> None:
     plan = Plan("vit_tiny_patch16_224", args, {"blocks.1.attn": "drop"}, kept=kept)
     structure, table = describe_structure(plan), width_table(plan)
     assert table is not None
-    assert table["rows"][-1] == ["attn_pool", "12 of 16", "4", "16", "4 of 16", "8 of 32"] and len(table["rows"]) == 4
+    assert table.rows[-1] == ["attn_pool", "12 of 16", "4", "16", "4 of 16", "8 of 32"] and len(table.rows) == 4
     assert structure.stage_starts == (0,) and structure.total("residual") == Width(12, 16)
     assert structure.total("mlp") == Width(3 * 32 + 8, 4 * 32) and structure.layers["attention"][-1] is None
     figure = structure_figure(structure, "pooled")

@@ -237,7 +237,7 @@ def test_runs_side_by_side(measured: tuple[Path, dict[str, object]], tmp_path: P
     folder, _ = measured
     comparison = compare.compare_runs({str(folder): run.read_report(folder)})
     compare.plot(comparison["runs"], tmp_path / "plot.png")
-    dense, row = comparison["table"]["rows"]
+    dense, row = comparison["table"].rows
     assert dense[:2] == ("dense", "97.0 % (524 of 540)") and comparison["not_plotted"] == {}
     assert (*row[:2], row[-1]) == (folder.name, "96.5 % (521 of 540)", "1 passed")
     with Image.open(tmp_path / "plot.png") as image:
@@ -259,7 +259,7 @@ def test_an_undisturbed_measurement_with_an_interval_is_compared(measured: tuple
 
     def cells(*entries: Any) -> str:
         runs: Any = {"run": {**report, "bench": list(entries)}}
-        return " | ".join(compare.compare_runs(runs)["table"]["rows"][1])
+        return " | ".join(compare.compare_runs(runs)["table"].rows[1])
 
     assert "batch 2" in cells(disturbed, entry) and "99.0x" not in cells(disturbed, entry)
     assert "99.0x" in cells(disturbed)

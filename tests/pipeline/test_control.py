@@ -89,11 +89,11 @@ def test_a_control_is_added_to_a_finished_run_which_keeps_everything_else(home: 
 
     cost = {"params": 2_000_000, "macs": 3_000_000, "macs_linear": 1}
     large = {"recipe": "large", "cost": {"dense": cost, "compressed": cost}}
-    rows = compare_runs({"a/run": result.report, "b/run": large})["table"]["rows"]
+    rows = compare_runs({"a/run": result.report, "b/run": large})["table"].rows
     assert [row[0] for row in rows] == ["dense A", "a/run", "a/run: control (dense, +2 epochs)", "dense B", "b/run"]
     assert all(" M" in row[column] for row in rows for column in (3, 4))  # one unit per column
     assert rows[2][2] == format_accuracy(control)
-    rows = compare_runs({"run": {**result.report, "extra_epochs": 1}})["table"]["rows"]
+    rows = compare_runs({"run": {**result.report, "extra_epochs": 1}})["table"].rows
     assert rows[2][0] == "run: control (dense, +1 epoch)"
 
     again, progress = run(home, control=True)  # with and without the option, nothing is left to do

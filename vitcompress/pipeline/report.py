@@ -88,7 +88,7 @@ def write_report(job: Job) -> None:
         },
         "plan": json.loads(plan.to_json()),
         "plan_sha256": plan.digest,
-        "widths": structure.width_table(plan),
+        "widths": vars(widths) if (widths := structure.width_table(plan)) else None,
         "cost": {name: count_cost(model, job.input.size).to_dict() for name, model in models.items()},
         "extra_epochs": job.extra_epochs,
         **{stage: _read(getattr(files, stage)) for stage in stages},

@@ -159,7 +159,7 @@ def _print_search(search: Mapping[str, Any]) -> None:
 
 def print_comparison(comparison: Comparison) -> None:
     """Several runs side by side."""
-    print_table(Table(**comparison["table"]))
+    print_table(comparison["table"])
     for run, reason in comparison["not_plotted"].items():
         print_text(f"not in a plot: {run}: {reason}")
 
