@@ -16,6 +16,7 @@ from vitcompress.exporters.sidecar import FORMAT, sidecar_path
 from vitcompress.families import family_of
 from vitcompress.io.files import convert_write_errors, file_sha256, write_file, write_json
 from vitcompress.io.progress import SILENT, Progress
+from vitcompress.io.text import describe_value
 from vitcompress.models.create import InputConfig
 
 
@@ -165,10 +166,8 @@ class Exporter:
         """Raise InputError for options that the format does not support, before any work."""
         for name in options.changed():
             if name not in (supported := self.supported(options)):
-                value = getattr(options, name)
-                plain = str(value) if isinstance(value, Path) else value
-                text = ", ".join(map(str, value)) if isinstance(value, tuple) else repr(plain)
-                message = f"{name} is {text}, but the format {self.name} has no such option in {options.precision}"
+                value = describe_value(getattr(options, name))
+                message = f"{name} is {value}, but the format {self.name} has no such option in {options.precision}"
                 raise InputError(message, hint=f"omit it; {self.name} supports {', '.join(sorted(supported))}")
         low, best, high = options.batch
         if not low <= best <= high:

@@ -227,7 +227,7 @@ def test_an_engine_for_other_gpus_is_not_replaced(folder: Path) -> None:
         (["--format", "trt-rtx", "--batch", "8:4:16"], "not in ascending order"),
         (["--format", "trt-rx"], "did you mean trt-rtx"),
         (["--format", "trt-rtx", "--precision", "fp8", "--sm", "80"], "fp8"),
-        (["--format", "trt-rtx", "--timing-cache", "cache"], "timing_cache is 'cache'"),
+        (["--format", "trt-rtx", "--timing-cache", "cache"], "timing_cache is cache"),
         (["--format", "trt-rtx", "--opset", "23"], "half precision only, but the precision is fp32"),
         (["--format", "onnx", "--sm", "89"], "the format onnx has no such option"),
     ],
