@@ -75,7 +75,7 @@ def open_runner(artifact: str | Path, options: RunnerOptions | None = None, **se
         raise ArtifactError(f"{path} is not signed", hint="`vitcompress sign` signs it; or omit --require-signed")
     if path.is_dir():
         return TorchRunner(load_model(path), options, name=name, sha256=file_sha256(opened))
-    if (path.suffix in RUNNERS or path.is_file()) and (exporter := exporter_of(path)):
+    if path.is_file() and (exporter := exporter_of(path)):
         return exporter.runner(path, options)
     problem = "cannot be run" if path.exists() else "does not exist"
     model = name if name.isidentifier() else "NAME"

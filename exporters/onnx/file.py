@@ -44,10 +44,8 @@ class Facts:
 def read_onnx(path: Path) -> Any:
     """The model protobuf of `path`; its external data stays on disk.
 
-    Raises ArtifactError for a file that is missing or not ONNX, with impossible sizes, or with external data elsewhere.
+    Raises ArtifactError for a file that is not ONNX, with impossible sizes, or with external data elsewhere.
     """
-    if not path.is_file():
-        raise ArtifactError(f"there is no file {path}", hint="`vitcompress export` writes one from a run folder")
     try:
         model = onnx.load(str(path), load_external_data=False)
         if not model.ir_version or not model.graph.node or not model.graph.output:

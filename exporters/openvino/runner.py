@@ -62,11 +62,9 @@ def core() -> Any:
 
 
 def read_ir(path: Path) -> Any:
-    """The model in `path`. Raises MissingExtraError, or ArtifactError if a file is missing or not an OpenVINO model."""
+    """The model in `path`. Raises MissingExtraError, or ArtifactError for another file, or one without its weights."""
     if unavailable():
         raise MissingExtraError("openvino", "openvino", need=path.name)
-    if not path.is_file():
-        raise ArtifactError(f"there is no file {path}", hint="`vitcompress export` writes one from a run folder")
     if not path.with_suffix(".bin").is_file():
         raise ArtifactError(f"{path} needs {path.stem}.bin beside it, which is missing", hint="copy both files")
     try:

@@ -81,7 +81,7 @@ def test_a_renamed_engine_is_not_trusted(engine: Path) -> None:
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match="there is no file"):
+    with pytest.raises(ArtifactError, match="does not exist"):
         open_runner(tmp_path / "model.engine")
 
 
