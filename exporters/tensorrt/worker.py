@@ -132,7 +132,7 @@ class Engine:
         outputs = [torch.empty(size, dtype=self._types[name], device="cuda") for name, size in sizes.items()]
         torch.cuda.synchronize()  # the copy must be complete before another stream reads the images
         tensors = {self._input: images, **dict(zip(sizes, outputs, strict=True))}
-        self._prepare(context, tensors)
+        self._set_addresses(context, tensors)
 
         def enqueue() -> Tensor:
             self._check(context.execute_async_v3(self._stream.cuda_stream), "the library could not run it")
@@ -146,10 +146,7 @@ class Engine:
         self._bindings[slot] = self._prepared = Binding(tensors, outputs[0], context, call)
         return {}, b""
 
-    def _prepare(self, context: Any, tensors: dict[str, Tensor]) -> None:
-        """Set the shape and the tensors of a binding in its context."""
-        shape = tuple(tensors[self._input].shape)
-        self._check(context.set_input_shape(self._input, shape), "its shape cannot be set")
+    def _set_addresses(self, context: Any, tensors: dict[str, Tensor]) -> None:
         for name, tensor in tensors.items():
             self._check(context.set_tensor_address(name, tensor.data_ptr()), f"the address of {name} cannot be set")
 
@@ -163,7 +160,9 @@ class Engine:
         """Milliseconds of each run, by CUDA events without waiting between runs, and of all by the wall clock."""
         binding = self._bindings[slot]
         if not self._records and self._prepared is not binding:  # another binding has run in the shared context
-            self._prepare(binding.context, binding.tensors)
+            shape = tuple(binding.tensors[self._input].shape)
+            self._check(binding.context.set_input_shape(self._input, shape), "its shape cannot be set")
+            self._set_addresses(binding.context, binding.tensors)
             self._prepared = binding
         times, wall = binding.call.timed(runs)
         return {"times_ms": times, "wall_ms": wall}, b""
