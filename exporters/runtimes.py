@@ -53,11 +53,8 @@ def exported_files(folder: Path, stem: str) -> list[Path]:
     They have a suffix of a built-in format or a sidecar. Names of files of the dense model start with `dense`; files
     with other names (`export --out`) belong to the model if they have a sidecar.
     """
-    files = sorted(p for p in folder.glob("*") if p.suffix in RUNNERS or sidecar_path(p).is_file())
-    if stem == DENSE:
-        return [path for path in files if path.name.startswith(DENSE)]
-    others = (path for path in files if not path.name.startswith(DENSE))
-    return [path for path in others if path.name.startswith(stem) or sidecar_path(path).is_file()]
+    own = (path for path in folder.glob("*") if path.name.startswith(DENSE) is (stem == DENSE))
+    return sorted(p for p in own if sidecar_path(p).is_file() or (p.suffix in RUNNERS and p.name.startswith(stem)))
 
 
 def open_runner(artifact: str | Path, options: RunnerOptions | None = None, **settings: Any) -> Runner:
