@@ -128,12 +128,6 @@ class RatioRecord(TypedDict):
     batch: int
 
 
-class SpeedsRecord(TypedDict):
-    """The part of a `BenchRecord` that shows speeds beside accuracies."""
-
-    rows: Sequence[SpeedRecord]
-
-
 class CpuState(TypedDict):
     """clock_mhz: of the slowest and the fastest core."""
 

@@ -41,14 +41,15 @@ def read_report(folder: str | Path) -> records.Report:
     return report
 
 
-def read_benchmarks(path: Path, kind: object = records.SpeedsRecord) -> list[records.BenchRecord]:
+def read_benchmarks(path: Path) -> list[records.BenchRecord]:
     """The measurements in a bench.json, or in a file with the output of `vitcompress bench --json`.
 
-    Raises ArtifactError if the file is missing, or an entry has not all that `kind`, a type of records, requires.
+    Raises ArtifactError if the file is missing, or has other contents.
     """
     content = read_json(path)
-    entries = content if isinstance(content, list) else [content]
-    check_record(path, entries, list[kind], "contains no measurement", "give the output of `vitcompress bench --json`")  # type: ignore[valid-type]
+    entries: list[records.BenchRecord] = content if isinstance(content, list) else [content]
+    hint = "give the output of `vitcompress bench --json`"
+    check_record(path, entries, list[records.BenchRecord], "contains no measurement", hint)
     return entries
 
 

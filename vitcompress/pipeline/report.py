@@ -149,7 +149,7 @@ def read_reports(folders: Sequence[str], bench: Path | None, progress: Progress)
     """The reports of run folders as they are now. bench: output of `vitcompress bench --json`, whose measurements of
     their files come before those in the folders. Raises InputError if it has none.
     """
-    extra = reports.read_benchmarks(bench, BenchRecord) if bench else []
+    extra = reports.read_benchmarks(bench) if bench else []
     runs: dict[str, Report] = {folder: reports.read_report(Path(folder)) for folder in folders}
     own = {folder: match_rows(extra, list_names(Path(folder), report)) for folder, report in runs.items() if extra}
     if bench and not any(own.values()):
