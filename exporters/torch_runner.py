@@ -119,11 +119,9 @@ class TorchRunner(Runner):
         }
 
     def close(self) -> None:
-        if self._call is None:
-            return  # later changes by others stay
         super().close()
         self._call = None
-        self._settings.close()
+        self._settings.close()  # a second call finds it empty, so that later changes by others stay
 
 
 def _compile(model: nn.Module, settings: ExitStack) -> Callable[..., Any]:
