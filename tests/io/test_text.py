@@ -46,6 +46,7 @@ def test_numbers_of_one_row_have_one_unit() -> None:
     assert [format_count(1_420_000, like=680_550), format_count(680_550, like=1_420_000)] == ["1.42 M", "0.68 M"]
     assert [format_count(n, like=22e9) for n in (1e9, 3.4e6)] == ["1.00 G", "0.0034 G"]
     assert [format_count(n) for n in (11_230_000, 512, 0)] == ["11.23 M", "512", "0"]
+    assert [format_count(n) for n in (999_996, 999_994, 999_999_999)] == ["1.00 M", "999.99 k", "1.00 G"]
 
 
 def test_paths_are_shortened_to_unique_suffixes() -> None:

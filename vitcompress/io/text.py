@@ -34,7 +34,7 @@ def suggest_range(name: str, least: int, most: int) -> str:
 def format_count(number: float, like: float = 0) -> str:
     """54867152 -> 54.87 M. like: another number in the same row of a table, whose unit is used if it is larger."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if max(abs(number), abs(like)) >= size:
+        if max(abs(number), abs(like)) >= 0.999995 * size:  # otherwise 1000.00 of the unit below
             return f"{number / size:.2f} {unit}" if abs(number) >= size / 10 else f"{number / size:.2g} {unit}"
     return f"{number:g}"
 
