@@ -12,7 +12,6 @@ from vitcompress.bench.report.run import count_verdicts
 from vitcompress.errors import InputError
 from vitcompress.io.text import NOT_MEASURED, Table, format_change, format_count, format_speedup, shorten_paths
 
-Model = Literal["dense", "compressed", "control"]
 COUNTS: dict[str, Literal["params", "macs"]] = {"parameters": "params", "MACs": "macs"}
 COLUMNS = ("run", "dense model", "accuracy", *COUNTS, "speed-up (95 %)", "checks")
 Cells = dict[str, str]  # by column; those that a row lacks are empty
@@ -89,7 +88,7 @@ def _compressed_cells(report: Report, largest: Mapping[str, int]) -> Cells:
     return cells
 
 
-def _accuracy(report: Report, model: Model = "compressed") -> AccuracyRecord | None:
+def _accuracy(report: Report, model: Literal["dense", "compressed", "control"] = "compressed") -> AccuracyRecord | None:
     return (report.get("accuracy") or {}).get(model)
 
 

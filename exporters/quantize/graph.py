@@ -24,7 +24,6 @@ from vitcompress.exporters.options import EIGHT_BITS, EightBits
 from vitcompress.io.validation import options_of
 
 Form = Literal["int32_bias", "unsigned_input", "float_bias"]  # the second has int32 biases, too
-Ranges = Mapping[str, float]
 HALF_RANGE = float(np.finfo(np.float16).max)  # a larger value would be stored as infinity
 LARGEST = {"int8": 127.0, "fp8": 448.0}  # the largest number of each type, in int8 the largest symmetric one
 WEIGHT, CORE = ".weight", ".softmax."  # in the names that `onnx.export` gives to weights and to products of attentions
@@ -43,7 +42,7 @@ class Quantization:
     """
 
     precision: EightBits
-    ranges: Ranges
+    ranges: Mapping[str, float]
     form: Form = "int32_bias"
     weight_bits: int = 8
     factors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
