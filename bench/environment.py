@@ -118,8 +118,8 @@ def protocol_notes(protocol: timing.Protocol, rows: Sequence[RunnerRecord]) -> I
     """What the figures of a protocol do not cover."""
     if protocol.name == "paper":
         yield from PAPER
-        if (protocol.warmup, protocol.runs, protocol.batch) != (10, 100, 256):
-            yield f"this is not the published protocol paper-10/100/256, but {protocol.id}"
+        if protocol != (published := timing.PROTOCOLS["paper"]):
+            yield f"this is not the published protocol {published.id}, but {protocol.id}"
     if {row["device"] for row in rows} == {"cpu"}:
         yield "device: cpu. These figures say nothing about a GPU"
 
