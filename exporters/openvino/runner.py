@@ -19,7 +19,6 @@ from vitcompress.io.files import decode_json_values
 
 TELEMETRY = "openvino_telemetry"
 INFO = "vitcompress"  # key of our metadata in a model's rt_info
-REMEDY = "pip install 'vitcompress[openvino]'"
 HINT = "INFERENCE_PRECISION_HINT"
 # Precision -> value of `HINT`. Linear layers in int8 are so in the file, whatever the hint of the others.
 HINTS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16", "int8": "f32", "int8+bf16": "bf16"}
@@ -30,7 +29,7 @@ DEFAULT = "default"  # precision that OpenVINO chooses without the hint: bf16 on
 
 def unavailable() -> str | None:
     """Why OpenVINO cannot be used here, or None."""
-    return None if util.find_spec("openvino") else f"openvino is not installed; {REMEDY}"
+    return None if util.find_spec("openvino") else "openvino is not installed; pip install 'vitcompress[openvino]'"
 
 
 @cache
