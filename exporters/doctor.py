@@ -102,7 +102,7 @@ def targets() -> Iterator[Record]:
         if present:
             problem = torch_problem(device)
         elif device == "cuda":
-            reason = hardware.cuda_reason() or ("" if torch.version.cuda else ": built without CUDA (see pytorch.org)")
+            reason = hardware.cuda_reason() or ("" if torch.version.cuda else "; built without CUDA, see pytorch.org")
             problem = f"torch finds no NVIDIA GPU here{reason}"
         elif sys.platform == "darwin":
             problem = f"torch finds no {device} here"

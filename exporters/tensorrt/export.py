@@ -177,7 +177,7 @@ def cannot_run(flavour: Flavour) -> str | None:
         return reason
     here = capability()
     if here is None:
-        return f"there is no CUDA GPU here{hardware.cuda_reason() or ': run it on the target'}"
+        return f"there is no CUDA GPU here{hardware.cuda_reason()}; run it on the target"
     if flavour is RTX and here not in flavour.supported_targets():
         return f"TensorRT for RTX does not support this GPU (compute capability {here})"
     return flavour.problem("Runtime")

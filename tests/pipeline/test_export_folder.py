@@ -21,6 +21,7 @@ from vitcompress.exporters.onnx.export import export
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.runtimes import EXPORTERS
 from vitcompress.exporters.sidecar import read_classes
+from vitcompress.exporters.tensorrt.flavours import RTX
 from vitcompress.io import hardware
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.create import create_model, input_config
@@ -167,6 +168,17 @@ def test_doctor_separates_what_is_missing_from_its_remedy(
     tables.print_doctor(doctor.examine())
     lines = capsys.readouterr().out.splitlines()
     assert "    openvino: pip install 'vitcompress[openvino]'" in lines[lines.index("  openvino is not installed") :]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_doctor_lists_what_to_do_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    tables.print_doctor(doctor.examine())
+    lines = capsys.readouterr().out.splitlines()
+    assert "    torch cuda: built without CUDA, see pytorch.org" in lines
+    assert "    trt-rtx: run it on the target" in lines or RTX.problem()
 
 
 @pytest.mark.parametrize(
