@@ -32,11 +32,9 @@ class EngineError(Exception):
 
 @dataclass(frozen=True)
 class Binding:
-    """Input and outputs on the GPU by name, their execution context, and the call that runs it."""
+    """Input and outputs on the GPU by name, and the call that computes them."""
 
     tensors: dict[str, Tensor]
-    logits: Tensor
-    context: Any
     call: QueuedCall
 
 
@@ -69,7 +67,7 @@ class Engine:
         self._stream = stream()  # not the default stream, which would synchronise each run
         self._input, self._outputs = self._input_and_outputs()
         self._records = cuda_graph and self._flavour is not RTX  # RTX records by itself
-        self._shared = None if self._records else self._create_context()
+        self._shared: Any = None if self._records else self._create_context()
         self._prepared: Binding | None = None  # whose shape and addresses are set in the shared context
         self._bindings: dict[int, Binding] = {}
 
@@ -142,8 +140,8 @@ class Engine:
         self._stream.synchronize()
         run = record_graph(enqueue, self._stream) if self._records else enqueue
         step = add_transfers(run, images, outputs[0]) if self._transfers else run
-        call = QueuedCall(step, self._stream)
-        self._bindings[slot] = self._prepared = Binding(tensors, outputs[0], context, call)
+        call = QueuedCall(step, self._stream, context)  # a graph does not reference it
+        self._bindings[slot] = self._prepared = Binding(tensors, call)
         return {}, b""
 
     def _set_addresses(self, context: Any, tensors: dict[str, Tensor]) -> None:
@@ -153,7 +151,7 @@ class Engine:
     def run(self, slot: int) -> Answer:
         """One pass: logits, (batch, classes), float32."""
         self.timed(slot, 1)
-        logits = self._bindings[slot].logits.float().cpu()
+        logits = self._bindings[slot].tensors[self._outputs[0]].float().cpu()
         return {"shape": list(logits.shape)}, logits.numpy().tobytes()
 
     def timed(self, slot: int, runs: int) -> Answer:
@@ -161,8 +159,8 @@ class Engine:
         binding = self._bindings[slot]
         if not self._records and self._prepared is not binding:  # another binding has run in the shared context
             shape = tuple(binding.tensors[self._input].shape)
-            self._check(binding.context.set_input_shape(self._input, shape), "its shape cannot be set")
-            self._set_addresses(binding.context, binding.tensors)
+            self._check(self._shared.set_input_shape(self._input, shape), "its shape cannot be set")
+            self._set_addresses(self._shared, binding.tensors)
             self._prepared = binding
         times, wall = binding.call.timed(runs)
         return {"times_ms": times, "wall_ms": wall}, b""
