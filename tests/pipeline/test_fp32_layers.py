@@ -72,8 +72,8 @@ def torch_evaluator(model: nn.Module) -> Evaluator:
     @torch.no_grad()
     def evaluate(layers: Layers) -> list[Check]:
         outputs, share = convert_precision(model, "fp16", layers)(X), SHARES["fp16"]
-        limits = Limits(share, share)
-        return comparison_checks(compare(model(X), outputs, share), limits, "torch", "torch on the CPU")
+        limits = Limits(share, share, share)
+        return comparison_checks(compare(model(X), outputs, limits), limits, "torch", "torch on the CPU")
 
     return Evaluator("torch", True, evaluate)
 

@@ -16,6 +16,8 @@ from vitcompress.verify import outputs
 from vitcompress.verify.outputs import SHARES, Comparison, Limits, Original, comparison_checks, output_checks
 from vitcompress.verify.tolerance import _roundoff
 
+LIMITS = Limits(0.01, 0.01, logit=0.01)
+
 
 def logits(*rows: list[float]) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.float64)
@@ -23,7 +25,7 @@ def logits(*rows: list[float]) -> torch.Tensor:
 
 def test_the_figures_of_a_comparison() -> None:
     expected, got = logits([2.0, 1.0], [0.0, 4.0]), logits([2.0, 1.0], [0.1, 4.0])
-    result = outputs.compare(expected, got, 0.01)
+    result = outputs.compare(expected, got, LIMITS)
     p = [math.exp(v) / (math.exp(0.0) + math.exp(4.0)) for v in (0.0, 4.0)]
     q = [math.exp(v) / (math.exp(0.1) + math.exp(4.0)) for v in (0.1, 4.0)]
     assert result.kl == pytest.approx(sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)))
@@ -34,13 +36,13 @@ def test_the_figures_of_a_comparison() -> None:
 
 def test_logits_of_any_size_have_the_cosine_of_their_directions() -> None:
     expected, got = logits([2.0, 1.0], [0.0, 4.0]), logits([2.0, 1.0], [0.1, 4.0])
-    assert outputs.compare(expected, expected, 0.01).cosine == 1.0
-    tiny = outputs.compare(2.0**-100 * expected, 2.0**-100 * got, 0.01)
+    assert outputs.compare(expected, expected, LIMITS).cosine == 1.0
+    tiny = outputs.compare(2.0**-100 * expected, 2.0**-100 * got, LIMITS)
     assert tiny.cosine == pytest.approx(4.0 / math.hypot(0.1, 4.0), abs=1e-15)  # a few roundings in float64
 
 
 def test_a_model_of_one_class_is_compared_by_its_figures() -> None:
-    result = outputs.compare(logits([1.0], [-2.0]), logits([1.0], [-1.0]), 0.01)
+    result = outputs.compare(logits([1.0], [-2.0]), logits([1.0], [-1.0]), LIMITS)
     assert (result.flips, result.unexplained, result.kl, result.cosine, result.error) == (0, 0, 0.0, 1.0, 0.5)
 
 
@@ -49,8 +51,8 @@ def test_logits_in_single_precision_are_compared_in_double() -> None:
     generator = torch.Generator().manual_seed(0)
     expected = torch.randn(3, 10, generator=generator)
     got = expected + 1e-4 * torch.randn(3, 10, generator=generator)
-    result = outputs.compare(expected, got, 0.01)
-    assert result == outputs.compare(expected.double(), got.double(), 0.01)
+    result = outputs.compare(expected, got, LIMITS)
+    assert result == outputs.compare(expected.double(), got.double(), LIMITS)
     assert 0 < result.kl < 1e-7 and 0 < 1 - result.cosine < 1e-7
 
 
@@ -58,14 +60,14 @@ def test_logits_in_single_precision_are_compared_in_double() -> None:
 def test_two_logits_are_close_within_twice_the_allowed_error(margin: float, unexplained: int) -> None:
     """A quarter of the largest logit, 4: each may be off by 1. The third logit does not matter."""
     expected = logits([3.0, 3.0 - margin, -4.0])
-    assert outputs.compare(expected, expected[:, [1, 0, 2]], 0.25).unexplained == unexplained
+    assert outputs.compare(expected, expected[:, [1, 0, 2]], Limits(0.25, 0.25, 0.25)).unexplained == unexplained
 
 
 @pytest.mark.parametrize("share", [1e-3, 8e-2])
 def test_each_figure_has_its_own_limit(share: float) -> None:
     """See the derivation in the module's docstring."""
     limits = {"flips": 0.0, "kl": 2 * share**2, "cosine": share**2 / 2, "error": share}
-    good = Comparison(images=100_000, flips=0, unexplained=0, kl=0.0, cosine=1.0, error=0.0)
+    good = Comparison(images=100_000, flips=0, unexplained=0, kl=0.0, cosine=1.0, turn=share**2 / 2, error=0.0)
 
     def failing(result: Comparison) -> set[str]:
         checks = comparison_checks(result, Limits(share, share), "a", "here")
@@ -84,8 +86,7 @@ def test_each_figure_has_its_own_limit(share: float) -> None:
 
 
 def test_the_detail_counts_the_flips() -> None:
-    limits = Limits(0.01, 0.01)
-    (check, *_) = comparison_checks(Comparison(40, 3, 1, 0.0, 1.0, 0.0), limits, "a", "fp16 in a runtime")
+    (check, *_) = comparison_checks(Comparison(40, 3, 1, 0.0, 1.0, 1.0, 0.0), LIMITS, "a", "fp16 in a runtime")
     low, high = (f"{100 * end:.1f}" for end in wilson(3, 40))
     assert check.detail == (
         f"agrees with the model: 39 of 40 images (3 in another class, 95 % interval {low} to {high} %; "
@@ -106,16 +107,14 @@ def test_a_class_may_change_only_where_two_logits_are_close(margin: float, verdi
     expected = torch.cat([close, logits([0.0, 4.0]).repeat(199, 1)])
     got = expected.clone()
     got[0] = got[0].flip(0)
-    checks = {
-        c.name: c for c in comparison_checks(outputs.compare(expected, got, 0.01), Limits(0.01, 0.01), "a", "here")
-    }
+    checks = {c.name: c for c in comparison_checks(outputs.compare(expected, got, LIMITS), LIMITS, "a", "here")}
     assert checks["a.flips"].verdict == verdict and "of 200 images (1 in another class" in checks["a.flips"].detail
 
 
 def test_an_image_that_is_evaluated_twice_counts_once() -> None:
     expected = logits([1.0, 2.0], [3.0, 1.0], [1.0, 2.0])
     got = logits([1.0, 2.0], [3.0, 1.0], [2.0, 1.0])
-    result = outputs.compare(expected, got, 0.01, torch.tensor([0, 1, 0]))
+    result = outputs.compare(expected, got, LIMITS, torch.tensor([0, 1, 0]))
     assert (result.images, result.flips, result.unexplained) == (2, 1, 1)
 
 
@@ -123,20 +122,21 @@ def test_a_model_whose_logits_are_zero_can_be_compared() -> None:
     """Such as one whose head is not trained yet."""
     nothing = torch.zeros(4, 3)
     for got, verdict in ((nothing, "passed"), (nothing + torch.tensor([0.1, 0.0, 0.0]), "failed")):
-        result = outputs.compare(nothing, got, 0.01)
+        result = outputs.compare(nothing, got, LIMITS)
         assert result.error == pytest.approx(float(got.max()))  # nothing to be relative to
-        checks = comparison_checks(result, Limits(0.01, 0.01), "a", "here")
+        checks = comparison_checks(result, LIMITS, "a", "here")
         assert {check.verdict for check in checks if check.name in ("a.error", "a.cosine")} == {verdict}
 
 
 def test_near_ties_are_reported_and_do_not_fail() -> None:
     """Even if the class of every image changes: rounding explains it, and the limits of the logits still apply."""
     expected = logits([4.0, 3.99]).repeat(8, 1)
-    checks = comparison_checks(outputs.compare(expected, expected.flip(1), 0.01), Limits(0.01, 0.01), "a", "here")
+    checks = comparison_checks(outputs.compare(expected, expected.flip(1), LIMITS), LIMITS, "a", "here")
     assert {check.verdict for check in checks} == {"passed"} and checks[0].detail.startswith(
         "agrees with the model: 8 of 8 images (8 in another class"
     )
-    checks = comparison_checks(outputs.compare(expected, expected.flip(1), 0.001), Limits(0.01, 0.01), "a", "here")
+    comparison = outputs.compare(expected, expected.flip(1), replace(LIMITS, logit=0.001))
+    checks = comparison_checks(comparison, LIMITS, "a", "here")
     assert (checks[0].verdict, checks[0].value) == ("failed", 8.0)
 
 

@@ -36,7 +36,6 @@ from vitcompress.verify.files import file_status, reject_export
 from vitcompress.verify.folder import verify_folder
 from vitcompress.verify.outputs import (
     SHARES,
-    Comparison,
     Limits,
     Original,
     comparison_checks,
@@ -318,7 +317,7 @@ def test_openvino_never_computes_in_another_precision(folder: Path) -> None:
             assert precision in error.message  # this processor has no such arithmetic
             continue
         assert runner.describe()["precision"] == precision
-        error = outputs.compare(expected, runner(IMAGES), share).error
+        error = outputs.compare(expected, runner(IMAGES), Limits(share, share)).error
         assert error <= share and (precision == "fp32" or error > 1e-6)
 
 
@@ -362,9 +361,11 @@ def test_signals_arrive_after_two_openvino_models(folder: Path) -> None:
 
 
 def test_rounding_replaces_the_limits_of_the_share_only_if_it_explains_more() -> None:
-    comparison = Comparison(1, 0, 0, 0.0, 1.0, 0.0)
-    for kl, angle, allowed in ((0.5, 0.3, (0.5, 0.3)), (0.001, 0.0001, (0.02, 0.005))):
-        limits = Limits(0.1, 0.1, kl=kl, angle=angle)
+    """Errors of 0.6 of the norm of the logits turn them by an angle whose sine is 0.6, larger ones by any angle."""
+    exact = torch.tensor([[1.0, 0.0]])
+    for kl, norm, allowed in ((0.5, 0.6, (0.5, 0.2)), (0.5, 1.1, (0.5, 2.0)), (0.001, 0.01, (0.02, 0.005))):
+        limits = Limits(0.1, 0.1, norm=norm, kl=kl)
+        comparison = outputs.compare(exact, exact, limits)
         checks = {check.name: check.tolerance for check in comparison_checks(comparison, limits, "x", "s")}
         assert (checks["x.kl"], checks["x.cosine"]) == pytest.approx(allowed)
 
@@ -374,12 +375,21 @@ def test_the_error_is_at_most_the_share_and_evaluations_add(evaluations: int, er
     """Two evaluations in fp32, as of a file that takes bytes: their divergences add. The logits are large."""
     exact = torch.randn(5, 3, dtype=torch.float64)
     original: Any = Original(torch.nn.Identity(), torch.zeros(5, 1))
-    vars(original).update(exact=lambda images: exact, rounding=lambda images, kind: Rounding(9.0, 1.0, 0.0))
+    vars(original).update(exact=lambda images: exact, rounding=lambda images, kind: Rounding(9.0, 0.0, 1.0))
     calls = [(torch.arange(5), exact.float())]
     limits = outputs._limits(original, original.images, ["fp32"], evaluations)
     checks = outputs._call_checks("x", original, original.images, calls, limits, "s")
     allowed = {check.name.rpartition(".")[2]: check.tolerance for check in checks}
     assert (allowed["error"], allowed["kl"]) == pytest.approx((error, kl))
+
+
+def test_each_image_has_its_own_limit_of_the_angle() -> None:
+    """Rounding explains any direction of logits that are all small, and no other direction of large ones."""
+    small, large, limits = torch.tensor([1e-6, 0.0]), torch.tensor([0.0, 1.0]), Limits(1e-3, 1e-3, norm=1e-5)
+    for turned, verdict in ((torch.stack([-small, large]), "passed"), (torch.stack([small, large.flip(0)]), "failed")):
+        comparison = outputs.compare(torch.stack([small, large]), turned, limits)
+        checks = {check.name: check.verdict for check in comparison_checks(comparison, limits, "x", "s")}
+        assert checks["x.cosine"] == verdict
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])

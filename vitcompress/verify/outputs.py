@@ -6,8 +6,9 @@ One number d for each precision, its share, limits how much the logits may chang
 
 - error: the largest difference of a logit, divided by the largest logit, is at most d. In fp32 on the CPU it is at most
   what rounding explains (`tolerance.reference`), which is far less;
-- cosine: 1 - cos of the logits is at most d^2 / 2, the effect of a relative error of d in the logits, or what rounding
-  explains, if that is more, as on images whose logits are all small;
+- cosine: 1 - cos of the logits x of an image is at most d^2 / 2, the effect of a relative error of d in the logits, or
+  what rounding explains, if that is more, as on images whose logits are all small: errors of a norm r turn x by an
+  angle whose sine is at most r / |x|, and by any angle if r is more than |x|;
 - kl: KL(model || file) of every image is at most 2 d^2 nats, so that no probability changes by more than d (Pinsker's
   inequality: total variation <= sqrt(KL / 2)); or what rounding explains on the nearest ties, if that is more, as for
   logits so large that their roundings are not small beside 1 (`tolerance.rounding_limit`);
@@ -86,8 +87,8 @@ class Comparison:
     """The difference of two sets of logits.
 
     images: number of different images. flips: images with another top-1 class; unexplained: those of them whose two
-    best logits differ by more than rounding explains. kl, cosine: of the worst image. error: relative to the
-    largest logit.
+    best logits differ by more than rounding explains. kl: of the worst image. cosine: of the image that is nearest to
+    its limit; turn: that limit of 1 - cos. error: relative to the largest logit.
     """
 
     images: int
@@ -95,6 +96,7 @@ class Comparison:
     unexplained: int
     kl: float
     cosine: float
+    turn: float
     error: float
 
     def describe_flips(self) -> str:
@@ -105,24 +107,26 @@ class Comparison:
         return f"{text} ({counts})" if self.flips else text
 
 
-def compare(expected: Tensor, outputs: Tensor, limit: float, image: Tensor | None = None) -> Comparison:
+def compare(expected: Tensor, outputs: Tensor, limits: "Limits", image: Tensor | None = None) -> Comparison:
     """Compare two sets of logits, (rows, classes).
 
-    limit: error of a logit that rounding explains, relative to the largest logit. image: the image of each row,
-    (rows,): an image that was evaluated at several batch sizes counts once, as a flip if any of its rows is one. None:
-    each row is an image.
+    image: the image of each row, (rows,): an image that was evaluated at several batch sizes counts once, as a flip if
+    any of its rows is one. None: each row is an image.
     """
     image = torch.arange(len(expected)) if image is None else image
     exact, outputs = expected.double(), outputs.double()
     scale = largest_logit(exact)
     best = two_best(exact)
     flipped = exact.argmax(1) != outputs.argmax(1)
-    unexplained = flipped & (best[:, 0] - best[:, -1] > 2 * limit * scale)
+    unexplained = flipped & (best[:, 0] - best[:, -1] > 2 * limits.logit * scale)
     cosine = torch.where((exact == outputs).all(1), 1.0, F.cosine_similarity(exact, outputs, eps=1e-300))
+    explained = limits.norm * scale / exact.norm(dim=1).clamp(min=1e-300)  # the sine of the angle; 1: any angle
+    turns = torch.where(explained < 1, 1 - (1 - explained**2).clamp(min=0).sqrt(), 2.0).clamp(min=limits.share**2 / 2)
+    nearest = ((1 - cosine) / turns).argmax()
     total, flips, errors = (len(torch.unique(images)) for images in (image, image[flipped], image[unexplained]))
     error = largest_difference(exact, outputs) / scale
     kl = tolerance.kl_divergence(exact, outputs)
-    return Comparison(total, flips, errors, float(kl.max()), float(cosine.min()), error)
+    return Comparison(total, flips, errors, float(kl.max()), float(cosine[nearest]), float(turns[nearest]), error)
 
 
 def two_best(logits: Tensor) -> Tensor:
@@ -139,24 +143,25 @@ def largest_logit(logits: Tensor) -> float:
 class Limits:
     """How much the logits of a file may change.
 
-    share: d of the module's docstring. error: relative to the largest logit, at most d. logit, kl, angle: what rounding
-    explains: the error of a logit, relative to the largest one, the KL divergence, and 1 - cos.
+    share: d of the module's docstring. error: relative to the largest logit, at most d. logit, norm, kl: what rounding
+    explains: the error of a logit and the norm of the errors of an image, relative to the largest logit, and the KL
+    divergence.
     """
 
     share: float
     error: float
     logit: float = 0.0
+    norm: float = 0.0
     kl: float = 0.0
-    angle: float = 0.0
 
 
 def comparison_checks(comparison: Comparison, limits: Limits, name: str, source: str) -> list[Check]:
     """The four checks of one comparison. source: what was compared."""
-    kl, angle = max(2 * limits.share**2, limits.kl), max(limits.share**2 / 2, limits.angle)
+    kl = max(2 * limits.share**2, limits.kl)
     rows = (
         ("flips", float(comparison.unexplained), 0.0, comparison.describe_flips()),
         ("kl", comparison.kl, kl, "largest KL divergence of an image, nats"),
-        ("cosine", 1 - comparison.cosine, angle, "1 - smallest cosine of the logits"),
+        ("cosine", 1 - comparison.cosine, comparison.turn, "1 - cosine of the logits of an image"),
         ("error", comparison.error, limits.error, "largest difference over the largest logit"),
     )
     return [limit_check(f"{name}.{kind}", value, limit, f"{what}; {source}") for kind, value, limit, what in rows]
@@ -169,7 +174,7 @@ def agreement_check(name: str, expected: Tensor, outputs: Tensor, tolerance: flo
     """
     if not torch.isfinite(outputs).all():
         return Check(name, "failed", float("nan"), 0.0, "outputs are not finite")
-    comparison = compare(expected, outputs, tolerance / largest_logit(expected))
+    comparison = compare(expected, outputs, Limits(1.0, 1.0, tolerance / largest_logit(expected)))
     return limit_check(name, float(comparison.unexplained), 0.0, comparison.describe_flips())
 
 
@@ -337,10 +342,10 @@ def _limits(original: Original, images: Tensor, kinds: Sequence[Kind], evaluatio
     eight_bits = any(isinstance(kind, Quantization) for kind in kinds)
     roundings, times = [original.rounding(images, kind) for kind in kinds], max(evaluations, 1)
     share = math.hypot(*(SHARES[kind if isinstance(kind, str) else kind.precision] for kind in kinds))
-    logit = times**0.5 * math.hypot(*(one.logit for one in roundings)) / largest_logit(original.exact(images))
+    unit = times**0.5 / largest_logit(original.exact(images))
+    logit, norm = (unit * math.hypot(*(getattr(one, name) for one in roundings)) for name in ("logit", "norm"))
     error = min(share, logit) if evaluations or eight_bits else share
-    kl, angle = times * sum(one.kl for one in roundings), times * sum(one.angle for one in roundings)
-    return Limits(share, error, logit, kl, angle)
+    return Limits(share, error, logit, norm, times * sum(one.kl for one in roundings))
 
 
 def _call_checks(
@@ -356,7 +361,7 @@ def _call_checks(
         if not torch.isfinite(logits).all():
             return [Check(name, "failed", detail=f"outputs at batch {len(logits)} are not finite; {source}")]
     rows, logits = (torch.cat(parts) for parts in zip(*calls, strict=True))
-    return comparison_checks(compare(exact[rows], logits, limits.logit, rows), limits, name, source)
+    return comparison_checks(compare(exact[rows], logits, limits, rows), limits, name, source)
 
 
 def _batches(path: Path, original: Original, runner: Runner) -> tuple[int, ...]:

@@ -11,8 +11,9 @@ largest standard deviation s (Borell-TIS inequality), and s <= sqrt(pi / 2) E M,
     (1 + sqrt(pi ln(1 / p))) E M
 
 with a probability of at most p = 1e-6, the rate of false alarms. Two evaluations differ by sqrt(2) times as much,
-because variances add. For small errors, the KL divergence of an image is half the variance of its errors under the
-probabilities of its classes. The root of that is the largest of Gaussian variables too, so that the same bound holds.
+because variances add. The norm of the errors of an image is the largest of Gaussian variables too, their products with
+all unit vectors, so that the same bound holds; so is, for small errors, the root of the KL divergence of an image, as
+it is half the variance of its errors under the probabilities of its classes.
 
 Eight bits: each operand of a quantized product is clipped to its range, and adds an independent error of at most half
 the distance between the two numbers around it, uniformly distributed. The bound on the largest error is the same.
@@ -72,13 +73,13 @@ class Reference:
 
 @dataclass(frozen=True)
 class Rounding:
-    """How much rounding may change a logit, and how far the logits of an image may be from the exact ones: their KL
-    divergence, in nats, and 1 - cos.
+    """How much rounding may change a logit and all logits of an image, in the Euclidean norm, and the KL divergence of
+    an image, in nats.
     """
 
     logit: float
+    norm: float
     kl: float
-    angle: float
 
 
 @torch.no_grad()
@@ -252,10 +253,9 @@ def _limit(wide: nn.Module, images: Tensor, perturbed: Callable[[Tensor], Tensor
     clean, draws = wide(x), [perturbed(x) for _ in range(DRAWS)]
     factor = _factor(FALSE_ALARMS) * scale / DRAWS
     errors = sum(float((logits - clean).abs().max()) for logits in draws)
+    norms = sum(float((logits - clean).norm(dim=1).max()) for logits in draws)
     roots = sum(float(kl_divergence(clean, logits).max()) ** 0.5 for logits in draws)
-    cosines = [F.cosine_similarity(clean.double(), logits.double()) for logits in draws]
-    angles = sum(float(1 - cosine.min().clamp(max=1)) ** 0.5 for cosine in cosines)
-    return Rounding(factor * errors, (factor * roots) ** 2, (factor * angles) ** 2)
+    return Rounding(factor * errors, factor * norms, (factor * roots) ** 2)
 
 
 def kl_divergence(expected: Tensor, outputs: Tensor) -> Tensor:
