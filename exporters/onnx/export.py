@@ -304,25 +304,31 @@ def _remove_empty_pads(graph: Any) -> None:
 
 
 def _name_products(graph: Any, tensors: dict[str, Tensor]) -> None:
-    """Name weights as in torch, which transposing them forgets, and products of attentions `blocks.0.attn.softmax.0`.
+    """Name products of attentions `blocks.0.attn.softmax.0`, and tensors of linear layers as in torch.
 
-    tensors: of the module, by name.
+    torch forgets the names of transposed weights, and stores small equal tensors once. In eight bits each layer has its
+    own range, and so needs its own. tensors: of the module, by name.
     """
     counts = Counter[str]()
-    for node in [node for node in graph if node.op_type in ("Gemm", "MatMul")]:
+    for node in [node for node in graph if node.op_type in ("Gemm", "MatMul", "Add")]:
         scopes = literal_eval(node.metadata_props.get("pkg.torch.onnx.name_scopes", "['', '']"))
-        path, weight = scopes[-2].removeprefix("model."), node.inputs[1]
-        if weight.const_value is None:
+        path = scopes[-2].removeprefix("model.")  # of a wrapper that takes bytes or half precision
+        if node.op_type != "Add" and node.inputs[1].const_value is None:
             node.name = f"{path}{CORE}{counts[path]}"
             counts[path] += 1
-        elif weight.name.endswith(WEIGHT):
-            weight.name = weight.name.removeprefix("model.")  # of a wrapper that takes bytes or half precision
-        else:
-            values = weight.const_value.numpy().astype(np.float32)
-            inside = (name for name in tensors if name.endswith(WEIGHT) and is_within(name, [path]))
-            unused = (name for name in inside if name not in graph.initializers)
-            equal = (name for name in unused if np.array_equal(tensors[name].detach().float().numpy().T, values))
-            weight.name = next(equal, weight.name)
+        stored = [(n, v) for n, v in enumerate(node.inputs) if v is not None and v.const_value is not None]
+        for index, value in stored:
+            name = value.name.removeprefix("model.")
+            if not is_within(name, [path]):
+                values = value.const_value.numpy().astype(np.float32)
+                unused = (n for n in tensors if is_within(n, [path]) and n not in graph.initializers)
+                own = ((n, tensors[n].detach().float().numpy()) for n in unused)
+                name = next((n for n, t in own if any(np.array_equal(x, values) for x in (t, t.T))), value.name)
+                if name != value.name and len(value.uses()) > 1:
+                    value = onnx_ir.Value(name=name, shape=value.shape, type=value.type, const_value=value.const_value)
+                    graph.register_initializer(value)
+                    node.replace_input_with(index, value)
+            value.name = name
 
 
 def _write_checked(path: Path, write: Callable[[Path], object]) -> tuple[str, ...]:

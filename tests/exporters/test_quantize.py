@@ -214,6 +214,29 @@ def test_outputs_and_weights_agree_with_the_model(file: Callable[..., Exported],
     assert "saturation" in failed if SATURATES and "weight_bits" in options else not failed
 
 
+@pytest.mark.parametrize(
+    ("variant", "layers"), [("plain", ("blocks.0.mlp.fc1", "blocks.1.mlp.fc1")), ("distilled", ("head", "head_dist"))]
+)
+def test_equal_layers_have_their_own_tensors_and_ranges(variant: str, layers: tuple[str, str], tmp_path: Path) -> None:
+    """torch stores small equal tensors once. Here the second layer has larger inputs."""
+    source = build(variant, dtype=torch.float32)
+    first, second = (source.get_submodule(layer) for layer in layers)
+    second.load_state_dict(first.state_dict())
+    with torch.no_grad():
+        source.get_submodule("blocks.1.norm2").weight.mul_(4)
+    done = write(tmp_path, source)
+    ranges = settings_of(done).ranges
+    if variant == "plain":
+        assert ranges[layers[1]] > 2 * ranges[layers[0]]
+    assert _problems(source, done.path) == ()
+    contents = EXPORTERS["onnx"].contents(done.path)  # type: ignore[misc]
+    matches = compare_tensors(exported_module(source, contents.metadata), contents).matches
+    names = [f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")]
+    assert all(matches[name].name.startswith(name) for name in names)
+    checks = output_checks(done.path, Original(source, images(variant, dtype=torch.float32)))
+    assert {check.verdict for check in checks} == {"passed"}
+
+
 def test_a_weight_off_by_more_than_half_a_step_is_no_weight_of_the_model(tmp_path: Path) -> None:
     done, other = write(tmp_path), model()
     with torch.no_grad():
