@@ -146,6 +146,16 @@ def test_the_standard_model_has_another_classifier(tmp_path: Path) -> None:
     assert (standard_model(loaded, loaded.plan)(x) - small(x)).abs().max() < 1e-5  # float32, as above
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_standard_model_is_checked_in_its_own_type(dtype: torch.dtype, tmp_path: Path) -> None:
+    dense = model(depth=4).to(dtype)
+    narrow = upvit.Options(target_args=SMALL)
+    save_model(prune(dense, upvit.structure(dense, family_of(dense), plan_of(dense), narrow)), tmp_path / "saved")
+    checks = {check.name: check for check in vc.verify(tmp_path / "saved").checks}
+    assert checks["standard"].verdict == "passed" and "failed" not in {check.verdict for check in checks.values()}
+    assert {tensor.dtype for tensor in load_file(tmp_path / "saved/standard.safetensors").values()} == {dtype}
+
+
 @pytest.mark.parametrize("create", [vc.create_model, timm.create_model])
 def test_the_sizes_of_the_dense_model_may_be_tuples(create: Any, tmp_path: Path) -> None:
     """timm records them as they are, a plan as lists: that is no change of the model since."""

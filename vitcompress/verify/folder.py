@@ -24,6 +24,7 @@ from vitcompress.io.tensors import load_tensors, save_tensors
 from vitcompress.models.checkpoint import load_model, read_plan, write_model
 from vitcompress.models.cost import count_cost
 from vitcompress.models.create import class_names_of, create_model, create_on_meta, input_config
+from vitcompress.models.weights import load_weights
 from vitcompress.plan import Plan
 from vitcompress.verify.engine import inspector_checks
 from vitcompress.verify.files import check_file, record_status, rejected_exports, structure_checks
@@ -209,7 +210,8 @@ def standard_check(files: RunFolder, model: nn.Module, plan: Plan, images: Tenso
     if not path.is_file():
         return Check("standard", "failed", detail=f"the plan names the result {arch}, but {path.name} is missing")
     try:
-        loaded = create_model(arch, plan.standard["args"], path)
+        loaded = create_model(arch, plan.standard["args"]).to(next(model.parameters()).dtype)
+        load_weights(loaded, path, new_head=False)
     except WeightsError as error:
         return Check("standard", "failed", detail=f"{path.name} does not load into {arch}: {error.message}")
     logits = model_logits(loaded, images)
