@@ -9,6 +9,7 @@ and without them ONNX Runtime is slower than in fp32. ONNX Runtime is fast with 
 signed ones, unless several products read them (PVTv2). OpenVINO is slower with unsigned ones.
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 import onnx
+import onnx_ir
 from onnx import numpy_helper
 
 from vitcompress.errors import ArtifactError, PrecisionError
@@ -71,6 +73,23 @@ def find_products(model: Any, precision: str) -> Iterator[tuple[Any, dict[str, s
             yield node, {node.input[1].removesuffix(WEIGHT): node.input[0]}
         elif node.op_type == "MatMul" and CORE in node.name and precision == "fp8":
             yield node, {f"{node.name}.{number}": value for number, value in enumerate(node.input)}
+
+
+def find_wrong_steps(path: Path, settings: Quantization) -> list[str]:
+    """Keys of the inputs that the ONNX file `path` does not round to the steps of their ranges, up to float32."""
+    keys, wrong = defaultdict[Any, list[str]](list), list[str]()  # by the inputs of the two nodes that round
+    for node in (node for node in onnx_ir.load(path).graph if node.op_type in ("Gemm", "MatMul")):
+        for number, read in enumerate(value.producer() for value in node.inputs[:2] if value):
+            if read and read.op_type == "DequantizeLinear" and (write := read.inputs[0] and read.inputs[0].producer()):
+                layer = str(node.inputs[1] and node.inputs[1].name).partition(WEIGHT)[0]
+                keys[write.inputs, read.inputs[1:]].append(f"{node.name}.{number}" if CORE in str(node.name) else layer)
+    zero = 128 if settings.form == "unsigned_input" and settings.precision == "int8" else 0
+    for (written, steps), names in keys.items():  # of several products the largest range
+        step = np.float32(max(settings.ranges.get(key, np.inf) for key in names) / LARGEST[settings.precision]) or 1.0
+        stored = [value.const_value.numpy().astype(float) for value in steps if value.const_value is not None]
+        same = (np.allclose(*pair, rtol=1e-6, atol=0) for pair in zip(stored, (step, zero), strict=False))
+        wrong += [] if steps == written[1:] and len(stored) == 2 and all(same) else names
+    return [*wrong, *set(settings.ranges).difference(*keys.values())]
 
 
 def quantize(source: Path, target: Path, settings: Quantization, metadata: Mapping[str, str] | None = None) -> None:

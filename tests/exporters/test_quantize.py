@@ -24,7 +24,14 @@ from vitcompress.exporters.onnx.rounded import open_changed, rounded_logits, uns
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.quantize.calibrate import calibrate
 from vitcompress.exporters.quantize.emulate import EightBitProducts, round_values
-from vitcompress.exporters.quantize.graph import LARGEST, Quantization, _store_in_half, find_products, quantize
+from vitcompress.exporters.quantize.graph import (
+    LARGEST,
+    Quantization,
+    _store_in_half,
+    find_products,
+    find_wrong_steps,
+    quantize,
+)
 from vitcompress.exporters.runtimes import EXPORTERS
 from vitcompress.exporters.sidecar import amend_sidecar
 from vitcompress.exporters.uint8 import from_bytes, to_bytes
@@ -33,7 +40,7 @@ from vitcompress.io.checks import Check
 from vitcompress.io.files import file_sha256
 from vitcompress.models.create import input_config, plan_of
 from vitcompress.verify import outputs
-from vitcompress.verify.files import check_file
+from vitcompress.verify.files import check_file, graph_checks
 from vitcompress.verify.outputs import SHARES, Original, PlannedOriginal, output_checks
 from vitcompress.verify.tolerance import quantization_limit
 from vitcompress.verify.weights import compare_tensors, exported_module
@@ -409,6 +416,68 @@ def test_another_scale_or_zero_point_of_a_weight_is_a_problem(tmp_path: Path, pr
     tensor.CopyFrom(onnx.numpy_helper.from_array(changed, tensor.name))
     onnx.save(wrong, str(done.path))
     assert any("fc1.weight" in problem for problem in _problems(model(), done.path))
+
+
+def _larger_scale(graph: Any, tensors: dict[str, Any], write: Any, read: Any) -> None:
+    _store(tensors[read.input[1]], lambda scale: scale * np.float32(1.01))
+
+
+def _other_zero_point(graph: Any, tensors: dict[str, Any], write: Any, read: Any) -> None:
+    _store(tensors[read.input[2]], lambda zero: (zero.astype(float) + 1).astype(zero.dtype))
+
+
+def _scale_of_another_layer(graph: Any, tensors: dict[str, Any], write: Any, read: Any) -> None:
+    write.input[1] = read.input[1] = next(name for name in tensors if name.endswith("_scale") and name != read.input[1])
+
+
+def _two_scales(graph: Any, tensors: dict[str, Any], write: Any, read: Any) -> None:
+    graph.initializer.add().CopyFrom(tensors[read.input[1]])
+    read.input[1] = graph.initializer[-1].name = "other"
+    _store(graph.initializer[-1], lambda scale: scale * np.float32(1.01))
+
+
+def _computed_input_scale(graph: Any, tensors: dict[str, Any], write: Any, read: Any) -> None:
+    graph.node.insert(0, onnx.helper.make_node("Identity", [read.input[1]], ["computed"]))
+    write.input[1] = read.input[1] = "computed"
+
+
+def _no_rounding(graph: Any, tensors: dict[str, Any], write: Any, read: Any) -> None:
+    for node in graph.node:
+        node.input[:] = [write.input[0] if name == read.output[0] else name for name in node.input]
+
+
+def _store(tensor: Any, change: Callable[[Any], Any]) -> None:
+    tensor.CopyFrom(numpy_helper.from_array(change(numpy_helper.to_array(tensor)), tensor.name))
+
+
+INPUT_DAMAGES = [_larger_scale, _other_zero_point, _scale_of_another_layer, _two_scales, _no_rounding]
+
+
+@pytest.mark.parametrize("damage", [*INPUT_DAMAGES, _computed_input_scale])
+@pytest.mark.parametrize("options", [{}, {"form": "float_bias"}, {"precision": "fp8", "form": "float_bias"}])
+def test_another_scale_or_zero_point_of_an_input_is_a_problem(
+    damage: Callable[..., None], options: dict[str, Any], file: Callable[..., Exported], tmp_path: Path
+) -> None:
+    """Outputs within their limits do not show it."""
+    done, source = file(**options), model()
+    wrong = onnx.load(str(done.path))
+    reads = {node.input[0]: node for node in wrong.graph.node if node.op_type == "DequantizeLinear"}
+    write = [node for node in wrong.graph.node if node.op_type == "QuantizeLinear"][-1]
+    damage(wrong.graph, {tensor.name: tensor for tensor in wrong.graph.initializer}, write, reads[write.output[0]])
+    onnx.save(wrong, str(tmp_path / "model.onnx"))
+    checks = [{c.name: c.verdict for c in graph_checks(source, p, "x")} for p in (done.path, tmp_path / "model.onnx")]
+    assert [verdicts["x.steps"] for verdicts in checks] == ["passed", "failed"]
+
+
+def test_an_input_of_several_products_has_the_largest_of_their_ranges(tmp_path: Path) -> None:
+    """As after a training of the ranges."""
+    source, x = build("pvt", dtype=torch.float32), images("pvt", dtype=torch.float32)
+    config, changes = input_config(source), {"stages.1.blocks.0.attn.q": 2.0, "stages.1.blocks.0.attn.kv": 3.0}
+    ranges: Any = lambda path: {**calibrate(path, x, "int8"), **changes}  # noqa: E731
+    done = export(source, tmp_path / "m.onnx", options=ExportOptions("int8"), input=config, calibrate=ranges)
+    assert find_wrong_steps(done.path, settings_of(done)) == []
+    changed = replace(settings_of(done), ranges={**settings_of(done).ranges, "stages.1.blocks.0.attn.kv": 4.0})
+    assert set(find_wrong_steps(done.path, changed)) == set(changes)
 
 
 def _problems(source: nn.Module, path: Path) -> tuple[str, ...]:

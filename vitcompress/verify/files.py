@@ -12,6 +12,7 @@ from torch import nn
 from vitcompress.errors import ArtifactError, InputError, MissingExtraError, OutputError, first_line
 from vitcompress.exporters.base import Contents
 from vitcompress.exporters.onnx import file
+from vitcompress.exporters.quantize.graph import find_wrong_steps, read_quantization
 from vitcompress.exporters.runtimes import exporter_of
 from vitcompress.exporters.sidecar import amend_sidecar, find_mismatches, read_sidecar, sidecar_path, usable_sidecar
 from vitcompress.exporters.tensorrt.export import TENSORRT, source_path
@@ -159,6 +160,8 @@ def graph_checks(model: nn.Module, path: Path, name: str) -> list[Check]:
         "shapes": (_differences(shapes), "all weights have their sizes in torch"),
         "layers": (_differences(counts), "as many attentions, GELUs and norms as in torch"),
     }
+    if settings := read_quantization(decode_json_values(file.metadata(file.read_onnx(path)))):
+        problems["steps"] = find_wrong_steps(path, settings), "inputs of products have the steps of their ranges"
     return [problem_check(f"{name}.{kind}", wrong, detail) for kind, (wrong, detail) in problems.items()]
 
 
