@@ -79,6 +79,7 @@ def _stored_options(options: ExportOptions) -> ExportOptions:
 def _convert(source: Path, labels: dict[str, str], target: Path) -> None:
     """Raises OSError with a reason where OpenVINO only reports that a stream failed."""
     model: Any = core().read_model(str(source))  # convert_model would multiply LayerScales into biases
+    _separate_heads(model)
     if "quantization" in labels:  # others keep their fused LayerNorms
         _separate_scales(model)
     for key, value in labels.items():
@@ -89,6 +90,21 @@ def _convert(source: Path, labels: dict[str, str], target: Path) -> None:
         full = shutil.disk_usage(target.parent).free < FULL
         number = errno.ENOSPC if full else errno.EIO
         raise OSError(number, os.strerror(number) if full else first_line(error)) from None
+
+
+def _separate_heads(model: Any) -> None:
+    """Transpose the outputs of attentions with as many queries as heads with an axis of size 1 at their end.
+
+    With a fixed batch, the CPU plugin of version 2026.4 joins the operations of such an attention to wrong outputs.
+    """
+    opset = runner.load().opset13
+    end, order = opset.constant([4], dtype=np.int64), opset.constant([0, 2, 1, 3, 4], dtype=np.int64)
+    for node in [node for node in model.get_ops() if node.get_type_name() == "Transpose"]:
+        shape, source = node.get_output_partial_shape(0), node.input_value(0)
+        if source.get_node().get_type_name() == "MatMul" and len(shape) == 4 and shape[1] == shape[2]:
+            apart = opset.transpose(opset.unsqueeze(source, end), order)
+            for use in node.output(0).get_target_inputs():
+                use.replace_source_output(opset.squeeze(apart, end).output(0))
 
 
 def _separate_scales(model: Any) -> None:

@@ -101,6 +101,25 @@ def test_a_variable_batch_has_the_outputs_of_a_fixed_one(variant: str, tmp_path:
     assert change > 0 and (outputs[0] - outputs[1]).abs().max() <= change  # sums in another order change a few steps
 
 
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_attentions_with_as_many_queries_as_heads_run_at_a_fixed_batch(
+    precision: Any, batch: int, tmp_path: Path
+) -> None:
+    """The last attention has two heads for the queries of two class tokens; the first one more queries."""
+    model = build("distilled", dtype=torch.float32, embed_dim=192, num_heads=2)
+    x = torch.randn(batch, *input_config(model).size, generator=torch.Generator().manual_seed(1))
+    about: Any = {"input": input_config(model), "calibrate": lambda path: calibrate(path, x, "int8")}
+    done = EXPORTERS["openvino"].export(model, tmp_path / "m.xml", options=ExportOptions(precision), **about)
+    outputs = []
+    for size in (-1, batch):
+        network = read_ir(done.path)
+        network.reshape([size, *x.shape[1:]])
+        outputs.append(torch.from_numpy(core().compile_model(network, "CPU", {HINT: "f32"})(x.numpy())[0].copy()))
+    change = float((outputs[0] - model(x)).abs().max())  # by rounding to int8
+    assert (outputs[0] - outputs[1]).abs().max() <= 0.5 * change + 1e-5
+
+
 @pytest.mark.parametrize("uint8", [False, True])
 def test_every_stored_weight_is_within_half_a_step_of_the_model(uint8: bool, model: nn.Module, tmp_path: Path) -> None:
     contents = read_contents(export(model, tmp_path / "m.xml", traces(), precision="int8", uint8=uint8).path)
