@@ -93,16 +93,17 @@ def _convert(source: Path, labels: dict[str, str], target: Path) -> None:
 
 
 def _separate_heads(model: Any) -> None:
-    """Transpose the outputs of attentions with as many queries as heads with an axis of size 1 at their end.
+    """Transpose tokens and heads of equal number with an axis of size 1 at the end.
 
     With a fixed batch, the CPU plugin of version 2026.4 joins the operations of such an attention to wrong outputs.
     """
     opset = runner.load().opset13
-    end, order = opset.constant([4], dtype=np.int64), opset.constant([0, 2, 1, 3, 4], dtype=np.int64)
+    end = opset.constant([4], dtype=np.int64)
     for node in [node for node in model.get_ops() if node.get_type_name() == "Transpose"]:
-        shape, source = node.get_output_partial_shape(0), node.input_value(0)
-        if source.get_node().get_type_name() == "MatMul" and len(shape) == 4 and shape[1] == shape[2]:
-            apart = opset.transpose(opset.unsqueeze(source, end), order)
+        shape = node.get_input_partial_shape(0)
+        if len(shape) == 4 and shape[1] == shape[2]:
+            order = opset.constant([*node.input_value(1).get_node().get_data(), 4], dtype=np.int64)
+            apart = opset.transpose(opset.unsqueeze(node.input_value(0), end), order)
             for use in node.output(0).get_target_inputs():
                 use.replace_source_output(opset.squeeze(apart, end).output(0))
 

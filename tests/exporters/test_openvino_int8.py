@@ -103,11 +103,17 @@ def test_a_variable_batch_has_the_outputs_of_a_fixed_one(variant: str, tmp_path:
 
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
-def test_attentions_with_as_many_queries_as_heads_run_at_a_fixed_batch(
-    precision: Any, batch: int, tmp_path: Path
+@pytest.mark.parametrize(
+    ("variant", "sizes"),
+    [
+        ("distilled", {"embed_dim": 192, "num_heads": 2}),  # two queries of class tokens in the last block
+        ("pvt", {"pretrained_cfg_overlay": {"input_size": [3, 16, 16]}}),  # four reduced tokens, four heads
+    ],
+)
+def test_attentions_with_as_many_tokens_as_heads_run_at_a_fixed_batch(
+    variant: str, sizes: dict[str, Any], precision: Any, batch: int, tmp_path: Path
 ) -> None:
-    """The last attention has two heads for the queries of two class tokens; the first one more queries."""
-    model = build("distilled", dtype=torch.float32, embed_dim=192, num_heads=2)
+    model = build(variant, dtype=torch.float32, **sizes)
     x = torch.randn(batch, *input_config(model).size, generator=torch.Generator().manual_seed(1))
     about: Any = {"input": input_config(model), "calibrate": lambda path: calibrate(path, x, "int8")}
     done = EXPORTERS["openvino"].export(model, tmp_path / "m.xml", options=ExportOptions(precision), **about)
