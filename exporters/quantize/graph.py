@@ -77,19 +77,25 @@ def find_products(model: Any, precision: str) -> Iterator[tuple[Any, dict[str, s
 
 def find_wrong_steps(path: Path, settings: Quantization) -> list[str]:
     """Keys of the inputs that the ONNX file `path` does not round to the steps of their ranges, up to float32."""
-    keys, wrong = defaultdict[Any, list[str]](list), list[str]()  # by the inputs of the two nodes that round
-    for node in (node for node in onnx_ir.load(path).graph if node.op_type in ("Gemm", "MatMul")):
-        for number, read in enumerate(value.producer() for value in node.inputs[:2] if value):
-            if read and read.op_type == "DequantizeLinear" and (write := read.inputs[0] and read.inputs[0].producer()):
-                layer = str(node.inputs[1] and node.inputs[1].name).partition(WEIGHT)[0]
-                keys[write.inputs, read.inputs[1:]].append(f"{node.name}.{number}" if CORE in str(node.name) else layer)
+    readers = defaultdict[Any, list[str]](list)  # inputs of the two nodes that round -> keys of the products
+    for node in onnx_ir.load(path).graph:
+        if node.op_type in ("Gemm", "MatMul") and len(node.inputs) > 1:
+            layer = str(getattr(node.inputs[1], "name", "")).partition(WEIGHT)[0]
+            for number, value in enumerate(node.inputs[:2]):
+                read = value and value.producer()
+                rounded = read.inputs[0] if read and read.op_type == "DequantizeLinear" else None
+                if write := rounded and rounded.producer():
+                    key = f"{node.name}.{number}" if CORE in str(node.name) else layer
+                    readers[write.inputs, read.inputs[1:]].append(key)
     zero = 128 if settings.form == "unsigned_input" and settings.precision == "int8" else 0
-    for (written, steps), names in keys.items():  # of several products the largest range
-        step = np.float32(max(settings.ranges.get(key, np.inf) for key in names) / LARGEST[settings.precision]) or 1.0
-        stored = [value.const_value.numpy().astype(float) for value in steps if value.const_value is not None]
-        same = (np.allclose(*pair, rtol=1e-6, atol=0) for pair in zip(stored, (step, zero), strict=False))
-        wrong += [] if steps == written[1:] and len(stored) == 2 and all(same) else names
-    return [*wrong, *set(settings.ranges).difference(*keys.values())]
+    wrong = list[str]()
+    for (written, steps), keys in readers.items():
+        largest = max(settings.ranges.get(key, np.inf) for key in keys)  # of several products
+        step = np.float32(largest / LARGEST[settings.precision]) or 1.0  # 1 for an input of zeros
+        stored = [value.const_value.numpy().astype(float) for value in steps if value and value.const_value is not None]
+        same = len(stored) == 2 and np.allclose(stored[0], step, rtol=1e-6, atol=0) and np.all(stored[1] == zero)
+        wrong += [] if same and steps == written[1:] else keys
+    return [*wrong, *set(settings.ranges).difference(*readers.values())]
 
 
 def quantize(source: Path, target: Path, settings: Quantization, metadata: Mapping[str, str] | None = None) -> None:
