@@ -82,9 +82,9 @@ def find_wrong_steps(path: Path, settings: Quantization) -> list[str]:
         if node.op_type in ("Gemm", "MatMul") and len(node.inputs) > 1:
             layer = str(getattr(node.inputs[1], "name", "")).partition(WEIGHT)[0]
             for number, value in enumerate(node.inputs[:2]):
-                read = value and value.producer()
-                rounded = read.inputs[0] if read and read.op_type == "DequantizeLinear" else None
-                if write := rounded and rounded.producer():
+                read = value.producer() if value else None
+                write = next((source.producer() for source in read.inputs[:1] if source), None) if read else None
+                if read and write and read.op_type == "DequantizeLinear":
                     key = f"{node.name}.{number}" if CORE in str(node.name) else layer
                     readers[write.inputs, read.inputs[1:]].append(key)
     zero = 128 if settings.form == "unsigned_input" and settings.precision == "int8" else 0
