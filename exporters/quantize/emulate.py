@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from vitcompress.exporters.quantize.graph import CORE, HALF_RANGE, LARGEST, WEIGHT, Quantization
+from vitcompress.exporters.quantize.graph import CORE, HALF_RANGE, LARGEST, SMALLEST, WEIGHT, Quantization, step_size
 
 PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
+INT32_STEP = 1.0001 / (2**31 - 1)  # of a bias, over its magnitude, at least; ONNX Runtime's quantizer enlarges others
 FP8_BITS, FP8_EXPONENT = 4, -6  # significant bits, and exponent of the smallest normal number of E4M3
 
 
@@ -39,7 +40,7 @@ def weight_scale(weight: Tensor, settings: Quantization) -> Tensor:
         size, largest = weight.abs().max(), LARGEST["fp8"]
     else:
         size, largest = weight.abs().amax(1, keepdim=True), LARGEST["int8"] if settings.weight_bits == 8 else 64.0
-    return torch.where(size > 0, size / largest, 1.0)
+    return torch.where(size / largest >= SMALLEST, size / largest, 1.0)
 
 
 def stored_tensors(model: nn.Module, settings: Quantization) -> dict[str, Tensor]:
@@ -70,21 +71,24 @@ class EightBitProducts(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        precision, largest = self.settings.precision, LARGEST[self.settings.precision]
+        precision = self.settings.precision
         layer = self.layers.get(id(args[1]), "") if func is F.linear else ""
         if layer in self.settings.ranges:
             x, weight, *biases = args
-            scale = self.settings.ranges[layer] / largest or 1.0
+            scale = step_size(self.settings.ranges[layer], precision)
             steps = weight_scale(weight.detach(), self.settings)
-            if self.settings.form != "float_bias" and precision == "int8" and self.generator is None:
+            if self.settings.form != "float_bias" and precision == "int8" and biases and biases[0] is not None:
+                (bias,) = biases
+                steps = steps.maximum((bias.abs() * INT32_STEP / scale).detach()[:, None])
                 sizes = steps.squeeze(1) * scale  # of the steps of the products
-                biases = [b + ((b / sizes).round() * sizes - b).detach() for b in biases if b is not None]
+                if self.generator is None:
+                    biases = [bias + ((bias / sizes).round() * sizes - bias).detach()]
             x = round_values(x, scale, precision, self.generator)
             args = (x, round_values(weight, steps, precision, self.generator), *biases)
         elif self.inside and func in (F.scaled_dot_product_attention, *PRODUCTS):
             # Only products of attentions have no weight. Precision does not depend on the scale.
             count = 2 if func in PRODUCTS else 3
-            scales = [float(x.abs().max()) / largest or 1.0 for x in args[:count]]
+            scales = [step_size(float(x.abs().max()), precision) for x in args[:count]]
             rounded = [round_values(*pair, precision, self.generator) for pair in zip(args, scales, strict=False)]
             args = (*rounded, *args[count:])
         return func(*args, **(kwargs or {}))

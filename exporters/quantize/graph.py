@@ -28,6 +28,7 @@ from vitcompress.io.validation import options_of
 Form = Literal["int32_bias", "unsigned_input", "float_bias"]  # the second has int32 biases, too
 HALF_RANGE = float(np.finfo(np.float16).max)  # a larger value would be stored as infinity
 LARGEST = {"int8": 127.0, "fp8": 448.0}  # the largest number of each type, in int8 the largest symmetric one
+SMALLEST = float(np.finfo(np.float32).tiny)  # step: ONNX Runtime's quantizer sets smaller ones to 1
 WEIGHT, CORE = ".weight", ".softmax."  # in the names that `onnx.export` gives to weights and to products of attentions
 
 
@@ -49,6 +50,12 @@ class Quantization:
     weight_bits: int = 8
     factors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     half: tuple[str, ...] = ()
+
+
+def step_size(largest: Any, precision: str) -> Any:
+    """The step, a number or a tensor, of inputs whose largest magnitude this is; 1 if it is nearly zero."""
+    step = largest / LARGEST[precision]
+    return step if step >= SMALLEST else 1.0
 
 
 def read_quantization(labels: Mapping[str, Any]) -> Quantization | None:
@@ -91,7 +98,7 @@ def find_wrong_steps(path: Path, settings: Quantization) -> list[str]:
     wrong = list[str]()
     for (written, steps), keys in readers.items():
         largest = max(settings.ranges.get(key, np.inf) for key in keys)  # of several products
-        step = np.float32(largest / LARGEST[settings.precision]) or 1.0  # 1 for an input of zeros
+        step = np.float32(step_size(largest, settings.precision))
         stored = [value.const_value.numpy().astype(float) for value in steps if value and value.const_value is not None]
         same = len(stored) == 2 and np.allclose(stored[0], step, rtol=1e-6, atol=0) and np.all(stored[1] == zero)
         wrong += [] if same and steps == written[1:] else keys
@@ -153,7 +160,7 @@ def quantize(source: Path, target: Path, settings: Quantization, metadata: Mappi
 def _fp8_scales(largest: Mapping[str, float]) -> dict[str, list[dict[str, np.ndarray]]]:
     """The scales with which these largest values become the largest number of the type."""
     zero = np.zeros((), onnx.helper.tensor_dtype_to_np_dtype(onnx.TensorProto.FLOAT8E4M3FN))
-    scales = {name: np.array(size / LARGEST["fp8"] or 1, np.float32) for name, size in largest.items()}
+    scales = {name: np.array(step_size(size, "fp8"), np.float32) for name, size in largest.items()}
     return {name: [{"scale": scale, "zero_point": zero}] for name, scale in scales.items()}
 
 

@@ -160,6 +160,28 @@ def test_biases_are_rounded_as_in_the_file(tmp_path: Path, form: Any) -> None:
     assert bias.abs().max() > 0 and (float((unrounded - emulated).abs().max()) > 1e-3) is (form != "float_bias")
 
 
+@pytest.mark.parametrize("size", [1e-37, 1e-44])
+@pytest.mark.parametrize("part", ["a weight of one output", "all weights", "inputs"])
+def test_values_of_nearly_zero_are_rounded_as_in_the_file(part: str, size: float, tmp_path: Path) -> None:
+    """Steps, or those of biases, would be no normal numbers of float32: outputs of the emulation were NaN."""
+    exact, layer = model(), LAYERS[5]
+    with torch.no_grad():
+        weight = exact.get_parameter(f"{layer}.weight")
+        {"a weight of one output": weight[:1], "all weights": weight, "inputs": weight[:0]}[part].mul_(size)
+    plain = export(exact, tmp_path / "plain.onnx", input=input_config(exact)).path
+    cases: list[Any] = [("int8", "unsigned_input"), ("int8", "float_bias"), ("fp8", "float_bias")]
+    for precision, form in cases:
+        largest = size if part == "inputs" else calibrate(plain, X, precision)[layer]
+        settings = Quantization(precision, {layer: largest}, form, 8)
+        quantize(plain, tmp_path / "model.onnx", settings)
+        with torch.no_grad(), EightBitProducts(exact, settings):
+            emulated = exact(X)
+        served = rounded_logits(tmp_path / "model.onnx", X)
+        assert float((served - emulated).abs().max()) < 1e-4 * float(served.abs().max())
+        assert find_wrong_steps(tmp_path / "model.onnx", settings) == []
+        assert np.isfinite(quantization_limit(exact, X, settings).logit)
+
+
 @pytest.mark.parametrize("variant", ["plain", "pvt"])
 def test_unsigned_inputs_have_the_values_of_signed_ones(variant: str, tmp_path: Path) -> None:
     """ONNX Runtime has no fast kernel for a signed input of several products, such as q and kv of the last PVTv2."""
