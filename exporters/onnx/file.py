@@ -32,10 +32,11 @@ class Facts:
 
     weights: sorted shapes of the constant operands of all matrix products and convolutions. Those of linear layers are
         (smaller, larger), because exporters store them in either order.
-    no_work: nodes that return their input unchanged. zero_products: products with a constant of zeros.
+    epsilons: of LayerNorms. no_work: nodes that return their input. zero_products: those with a constant of zeros.
     """
 
     operators: dict[str, int]
+    epsilons: tuple[float, ...]
     weights: tuple[tuple[int, ...], ...]
     no_work: tuple[str, ...]
     zero_products: tuple[str, ...]
@@ -169,9 +170,12 @@ def graph_facts(path: Path) -> Facts:
     operands = (node.inputs[1] for node in nodes if node.op_type in PRODUCTS and node.inputs[1])
     weights = (_source(value).const_value for value in operands)
     factors = [(node, value) for node in nodes if node.op_type in ("Mul", *PRODUCTS) for value in node.inputs[:2]]
+    norms = (node for node in nodes if node.op_type == "LayerNormalization")
+    epsilons = (getattr(node.attributes.get("epsilon"), "value", 1e-5) for node in norms)
     empty_pads = [node for node in nodes if node.op_type == "Pad" and is_zero(node.inputs[1])]
     return Facts(
         operators=dict(Counter(node.op_type for node in nodes)),
+        epsilons=tuple(epsilon for epsilon in epsilons if isinstance(epsilon, float)),  # others are not valid
         weights=tuple(sorted(weight_key(weight.shape.numpy()) for weight in weights if weight is not None)),
         no_work=tuple(node.name or node.op_type for node in nodes if node.op_type in IDLE or node in empty_pads),
         zero_products=tuple(str(node.name or value.name) for node, value in factors if value and is_zero(value)),

@@ -491,6 +491,19 @@ def test_another_scale_or_zero_point_of_an_input_is_a_problem(
     assert [verdicts["x.steps"] for verdicts in checks] == ["passed", "failed"]
 
 
+def test_another_epsilon_of_a_layer_norm_is_a_problem(file: Callable[..., Exported], tmp_path: Path) -> None:
+    """Outputs do not show it, because rounding to eight bits changes them more."""
+    source, path = model(), tmp_path / "model.onnx"
+    wrong = onnx.load(str(file().path))
+    norm = next(node for node in wrong.graph.node if node.op_type == "LayerNormalization")
+    next(attribute for attribute in norm.attribute if attribute.name == "epsilon").f *= 1000
+    onnx.save(wrong, str(path))
+    assert {check.verdict for check in output_checks(path, Original(source, X))} == {"passed"}
+    checks = [{c.name: c for c in graph_checks(source, p, "x")}["x.layers"] for p in (file().path, path)]
+    assert [check.verdict for check in checks] == ["passed", "failed"]
+    assert "LayerNorms with epsilon 0.001: 1 in the file, 0 in torch" in checks[1].detail
+
+
 def test_an_input_of_several_products_has_the_largest_of_their_ranges(tmp_path: Path) -> None:
     """As after a training of the ranges."""
     source, x = build("pvt", dtype=torch.float32), images("pvt", dtype=torch.float32)

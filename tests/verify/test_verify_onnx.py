@@ -73,6 +73,12 @@ def other_operator(old: str) -> Callable[[Any], None]:
     return change
 
 
+def text_as_epsilon(graph: Any) -> None:
+    norm = next(node for node in graph.node if node.op_type == "LayerNormalization")
+    epsilon = next(attribute for attribute in norm.attribute if attribute.name == "epsilon")
+    epsilon.CopyFrom(onnx.helper.make_attribute("epsilon", "text"))
+
+
 @pytest.mark.parametrize(
     ("edit", "check", "says"),
     [
@@ -82,7 +88,12 @@ def other_operator(old: str) -> Callable[[Any], None]:
         (one_less, "shapes", "in the file, "),
         (other_operator("Softmax"), "layers", "1 wrong: attentions: 1 in the file, 2 in torch"),
         (other_operator("Gelu"), "layers", "1 wrong: GELUs: 1 in the file, 2 in torch"),
-        (other_operator("LayerNormalization"), "layers", "1 wrong: LayerNorms: 4 in the file, 5 in torch"),
+        (
+            other_operator("LayerNormalization"),
+            "layers",
+            "1 wrong: LayerNorms with epsilon 1e-06: 4 in the file, 5 in torch",
+        ),
+        (text_as_epsilon, "layers", "1 wrong: LayerNorms with epsilon 1e-06: 4 in the file, 5 in torch"),
     ],
 )
 def test_each_mistake_in_the_graph_fails_its_own_check(

@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import onnx
 from torch import nn
 
@@ -152,8 +153,10 @@ def graph_checks(model: nn.Module, path: Path, name: str) -> list[Check]:
     counts = {  # in torch, in the file
         "attentions": (len(attentions), nodes["Softmax"] + nodes["Attention"]),
         "GELUs": (sum(isinstance(module, nn.GELU) for module in model.modules()), nodes["Gelu"]),
-        "LayerNorms": (sum(isinstance(m, nn.LayerNorm) for m in model.modules()), nodes["LayerNormalization"]),
     }
+    norms = (np.float32(module.eps).item() for module in model.modules() if isinstance(module, nn.LayerNorm))
+    own, written = Counter(norms), Counter(facts.epsilons)
+    counts |= {f"LayerNorms with epsilon {one:.3g}": (own[one], written[one]) for one in own | written}
     shapes = {shape: (sizes[shape], stored[shape]) for shape in sizes | stored}
     problems = {
         "idle": ([*facts.no_work, *zeros], "no Identity, no Dropout, no product with zero"),
