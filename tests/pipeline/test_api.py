@@ -393,6 +393,35 @@ def test_gradients_are_computed_where_the_caller_disables_them(disabled: Any) ->
         assert vc.plan(same, "isomorphic", data, keep_ratio=0.5, align=FINE) == plan
 
 
+@pytest.mark.parametrize("name", ["created", "pruned", "folded", "loaded"])
+def test_models_and_batches_of_inference_mode_can_be_trained(name: str, tmp_path: Path) -> None:
+    dense = model()
+    pruned = vc.prune(dense, vc.plan(dense, "fixed", activation=[0]))
+    vc.save_model(pruned, tmp_path / "saved")
+    create = {
+        "created": model,
+        "pruned": lambda: vc.prune(dense, pruned.plan.delta(removed=pruned.plan.removed)),
+        "folded": lambda: vc.fold(pruned),
+        "loaded": lambda: vc.load_model(tmp_path / "saved"),
+    }[name]
+    expected = vc.finetune(create(), batches(), epochs=1).history[0]["loss"]
+    with torch.inference_mode():
+        created, data = create(), batches()
+    assert vc.finetune(created, data, epochs=1).history[0]["loss"] == expected
+
+
+def test_weights_of_inference_mode(tmp_path: Path) -> None:
+    with torch.inference_mode():
+        created = timm.create_model("vit_tiny_patch16_224", num_classes=4, **ARGS)
+    plan = vc.plan(created, "isomorphic", batches(), keep_ratio=0.5, align=FINE)
+    assert plan == vc.plan(deepcopy(created), "isomorphic", batches(), keep_ratio=0.5, align=FINE)
+    vc.save_model(created, tmp_path / "saved")
+    assert vc.finetune(vc.prune(created, plan), batches(), epochs=1).history
+    with pytest.raises(InputError, match=r"inference_mode cannot be trained\n.*deepcopy"):
+        vc.finetune(created, batches(), epochs=1)
+    assert vc.finetune(deepcopy(created), batches(), epochs=1).history
+
+
 @pytest.mark.parametrize("distillation", ["soft", "hard", "soft_patch", "features"])
 def test_a_teacher_may_compute_in_another_type(distillation: str) -> None:
     exact = model(seed=1).half().float()

@@ -99,7 +99,7 @@ def read_checkpoint(path: Path, *, wrapped: bool = True) -> tuple[dict[str, Tens
 def check_finite(tensors: Mapping[str, Tensor], what: str | Path) -> None:
     """Raise WeightsError, which names `what` and the first tensor, if weights are NaN or infinite."""
     for name, tensor in tensors.items():
-        if not tensor.is_meta and (count := int((~tensor.isfinite()).sum())):
+        if not tensor.is_meta and (count := int((~tensor.detach().isfinite()).sum())):
             message = f"{what} has weights that are not finite: {count} of {tensor.numel()} in {name}"
             raise WeightsError(message, hint="use weights from before the training diverged")
 

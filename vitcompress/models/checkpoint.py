@@ -23,6 +23,7 @@ from vitcompress.surgery import apply_to_copy
 OTHER = "use the folder of a run (other weights: vc.create_model(NAME, weights=FILE), or recipe --weights FILE)"
 
 
+@torch.inference_mode(False)  # the copy can be trained, wherever it is created
 def prune(model: nn.Module, plan: Plan) -> nn.Module:
     """Apply `plan` to a copy of `model`, whose attribute `plan` then describes the result.
 
@@ -76,6 +77,7 @@ def save_model(model: nn.Module, folder: str | Path, classes: Sequence[str] | No
     write_manifest(folder)
 
 
+@torch.inference_mode(False)
 def load_model(folder: str | Path, device: str | torch.device = "cpu") -> nn.Module:
     """Load the model of a run folder (`timm.create_model`, plan and strict weights) in eval mode.
 

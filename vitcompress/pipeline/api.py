@@ -57,6 +57,7 @@ from vitcompress.verify.outputs import Original
 Artifacts = Artifact | Annotated[Sequence[Artifact], MinLen(1)]
 
 
+@torch.inference_mode(False)  # its weights can be trained, wherever it is created
 def create_model(
     name: str, *, pretrained: bool = False, weights: str | Path | None = None, seed: Seed = 0, **args: Any
 ) -> nn.Module:
@@ -214,6 +215,7 @@ def _recorded(record: Path, call: Mapping[str, object], model: nn.Module, what: 
     write_json(record, {**call, "weights": [before, model_digest(model)]})
 
 
+@torch.inference_mode(False)
 def fold(model: nn.Module) -> nn.Module:
     """Return a copy of a pruned model in which consecutive linear layers are multiplied into one, in float64.
 

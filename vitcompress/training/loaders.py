@@ -151,7 +151,9 @@ class BatchLoader:
         device, dtype = self.runtime.device, self.runtime.dtype
         for batch in self.batches:
             images, targets = check_batch(batch, self.size, self.classes)
-            yield images.to(device, dtype, non_blocking=True), targets.to(device, non_blocking=True)
+            # Gradients need copies of tensors that were created in torch.inference_mode.
+            images = images.to(device, dtype, non_blocking=True, copy=images.is_inference())
+            yield images, targets.to(device, non_blocking=True, copy=targets.is_inference())
 
 
 TrainData = Images | BatchLoader  # labeled images, or the user's own batches

@@ -265,6 +265,9 @@ def make_optimizer(
         if not (trained := [p for p in parameters.parameters() if p.requires_grad]):
             hint = "call requires_grad_(True) on the parts to train"
             raise InputError("no parameter of the model requires gradients, so nothing can be trained", hint=hint)
+        if any(parameter.is_inference() for parameter in trained):
+            message = "weights that were created in torch.inference_mode cannot be trained"
+            raise InputError(message, hint="create the model outside of it, or train copy.deepcopy(model)")
         parameters = [{"params": trained}] if options.decay_all else weight_groups(parameters, options.weight_decay)
     extra: dict[str, Any] = {"lr": options.peak_lr, "weight_decay": options.weight_decay}
     extra |= {"betas": options.betas} if options.betas else {}
