@@ -410,6 +410,15 @@ def test_models_and_batches_of_inference_mode_can_be_trained(name: str, tmp_path
     assert vc.finetune(created, data, epochs=1).history[0]["loss"] == expected
 
 
+@pytest.mark.parametrize("options", [{"precision": "fp32"}, {"precision": "int8", "data": batches()}])
+def test_files_do_not_depend_on_autocast_of_the_caller(options: dict[str, Any], tmp_path: Path) -> None:
+    expected = vc.export(model(), tmp_path / "expected.onnx", **options)
+    with torch.autocast("cpu", torch.bfloat16):
+        file = vc.export(model(), tmp_path / "model.onnx", **options)
+    outputs = [vc.evaluate(path, batches()) for path in (file, expected)]
+    assert outputs[0] == outputs[1]
+
+
 def test_weights_of_inference_mode(tmp_path: Path) -> None:
     with torch.inference_mode():
         created = timm.create_model("vit_tiny_patch16_224", num_classes=4, **ARGS)

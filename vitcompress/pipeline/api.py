@@ -234,6 +234,7 @@ def fold(model: nn.Module) -> nn.Module:
     return copy
 
 
+@torch.autocast("cpu", enabled=False)  # files compute in `precision`, also if the caller has enabled another one
 def export(
     model: nn.Module,
     path: str | Path,
