@@ -21,6 +21,11 @@ from vitcompress.io.text import format_shape
 
 IDLE = ("Identity", "Dropout")
 PRODUCTS = ("MatMul", "Gemm", "Conv")
+# Operator -> its name with a setting that changes outputs less than low precisions do: the attribute, and its default.
+SETTINGS: dict[str, tuple[str, str, float | str]] = {
+    "LayerNormalization": ("LayerNorms with epsilon", "epsilon", 1e-5),
+    "Gelu": ("GELUs with approximation", "approximate", "none"),
+}
 INDEX = (onnx.TensorProto.INT64, onnx.TensorProto.INT32, onnx.TensorProto.BOOL)
 LARGEST_SIZE = 2**14  # of an input
 LONGEST_LIST = 64  # numbers in an attribute of a node
@@ -32,11 +37,12 @@ class Facts:
 
     weights: sorted shapes of the constant operands of all matrix products and convolutions. Those of linear layers are
         (smaller, larger), because exporters store them in either order.
-    epsilons: of LayerNorms. no_work: nodes that return their input. zero_products: those with a constant of zeros.
+    layers: number of those in `SETTINGS` by `layer_name`. no_work: nodes that return their input. zero_products: those
+        with a constant of zeros.
     """
 
     operators: dict[str, int]
-    epsilons: tuple[float, ...]
+    layers: Counter[str]
     weights: tuple[tuple[int, ...], ...]
     no_work: tuple[str, ...]
     zero_products: tuple[str, ...]
@@ -170,16 +176,24 @@ def graph_facts(path: Path) -> Facts:
     operands = (node.inputs[1] for node in nodes if node.op_type in PRODUCTS and node.inputs[1])
     weights = (_source(value).const_value for value in operands)
     factors = [(node, value) for node in nodes if node.op_type in ("Mul", *PRODUCTS) for value in node.inputs[:2]]
-    norms = (node for node in nodes if node.op_type == "LayerNormalization")
-    epsilons = (getattr(node.attributes.get("epsilon"), "value", 1e-5) for node in norms)
     empty_pads = [node for node in nodes if node.op_type == "Pad" and is_zero(node.inputs[1])]
     return Facts(
         operators=dict(Counter(node.op_type for node in nodes)),
-        epsilons=tuple(epsilon for epsilon in epsilons if isinstance(epsilon, float)),  # others are not valid
+        layers=Counter(_layer_name(node) for node in nodes if node.op_type in SETTINGS),
         weights=tuple(sorted(weight_key(weight.shape.numpy()) for weight in weights if weight is not None)),
         no_work=tuple(node.name or node.op_type for node in nodes if node.op_type in IDLE or node in empty_pads),
         zero_products=tuple(str(node.name or value.name) for node, value in factors if value and is_zero(value)),
     )
+
+
+def layer_name(operator: str, setting: object) -> str:
+    """The name of a layer with its setting, such as `LayerNorms with epsilon 1e-06`."""
+    return f"{SETTINGS[operator][0]} {f'{setting:.6g}' if isinstance(setting, float) else setting}"
+
+
+def _layer_name(node: onnx_ir.Node) -> str:
+    _, name, default = SETTINGS[node.op_type]
+    return layer_name(node.op_type, getattr(node.attributes.get(name), "value", default))
 
 
 def weight_key(sizes: Sequence[int]) -> tuple[int, ...]:

@@ -6,7 +6,6 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import onnx
 from torch import nn
 
@@ -27,6 +26,7 @@ from vitcompress.verify.engine import engine_checks
 from vitcompress.verify.outputs import AGREEMENT, PlannedOriginal, output_checks
 from vitcompress.verify.weights import WEIGHTS, FileTensors, compare_tensors, exported_module
 
+GELUS = {"GELU": "none", "GELUTanh": "tanh"}  # class of torch or timm -> its form, unless it states `approximate`
 ENGINES = {TENSORRT.file_suffix, *TENSORRT.other_suffixes}
 
 
@@ -150,13 +150,9 @@ def graph_checks(model: nn.Module, path: Path, name: str) -> list[Check]:
     sizes = Counter(format_shape(file.weight_key(layer.weight.shape)) for layer in layers)
     stored, nodes = Counter(map(format_shape, facts.weights)), Counter(facts.operators)
     attentions = {space.attention for space in family_of(model).spaces(model) if space.attention}
-    counts = {  # in torch, in the file
-        "attentions": (len(attentions), nodes["Softmax"] + nodes["Attention"]),
-        "GELUs": (sum(isinstance(module, nn.GELU) for module in model.modules()), nodes["Gelu"]),
-    }
-    norms = (np.float32(module.eps).item() for module in model.modules() if isinstance(module, nn.LayerNorm))
-    own, written = Counter(norms), Counter(facts.epsilons)
-    counts |= {f"LayerNorms with epsilon {one:.3g}": (own[one], written[one]) for one in own | written}
+    counts = {"attentions": (len(attentions), nodes["Softmax"] + nodes["Attention"])}  # in torch, in the file
+    own = Counter(filter(None, map(_layer_name, model.modules())))
+    counts |= {name: (own[name], facts.layers[name]) for name in own | facts.layers}
     shapes = {shape: (sizes[shape], stored[shape]) for shape in sizes | stored}
     problems = {
         "idle": ([*facts.no_work, *zeros], "no Identity, no Dropout, no product with zero"),
@@ -166,6 +162,14 @@ def graph_checks(model: nn.Module, path: Path, name: str) -> list[Check]:
     if settings := read_quantization(decode_json_values(file.metadata(file.read_onnx(path)))):
         problems["steps"] = find_wrong_steps(path, settings), "inputs of products have the steps of their ranges"
     return [problem_check(f"{name}.{kind}", wrong, detail) for kind, (wrong, detail) in problems.items()]
+
+
+def _layer_name(module: nn.Module) -> str | None:
+    """The name that `file.Facts.layers` gives to a LayerNorm or a GELU, of torch or of timm."""
+    if isinstance(module, nn.LayerNorm):
+        return file.layer_name("LayerNormalization", module.eps)
+    form = GELUS.get(type(module).__name__)
+    return file.layer_name("Gelu", getattr(module, "approximate", form)) if form else None
 
 
 def _differences(counts: Mapping[str, tuple[int, int]]) -> list[str]:
