@@ -6,17 +6,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, JsonValue, StringConstraints
+from pydantic import BaseModel, JsonValue
 
 from vitcompress.errors import InputError, RecipeError, did_you_mean
 from vitcompress.exporters.options import Positive
 from vitcompress.io.run_folder import RunFolder
-from vitcompress.io.validation import STRICT, Doc, validate
+from vitcompress.io.validation import STRICT, Doc, Matching, validate
 from vitcompress.methods.options import find_options
 from vitcompress.recipe.load import assign, build_recipe, read_table
 from vitcompress.recipe.schema import ProtocolTable, Recipe
 
-Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$")]
+Name = Annotated[str, Matching(r"^[a-z][a-z0-9_]*$")]
 
 
 @dataclass(frozen=True)
