@@ -21,7 +21,7 @@ from vitcompress.pipeline.export import quarantine_failed, runnable_files
 from vitcompress.pipeline.job import Job
 from vitcompress.pipeline.report import list_names
 from vitcompress.training.loaders import EvalLoader
-from vitcompress.training.metrics import evaluate_images, mcnemar, random_images
+from vitcompress.training.metrics import PAIRED_TESTS, evaluate_images, mcnemar, random_images
 from vitcompress.verify.folder import image_count, verify_folder
 
 
@@ -81,8 +81,7 @@ def evaluate_models(job: Job) -> None:
         own = {"sha256": predict.describe()["sha256"], "flips": flips} if isinstance(predict, Runner) else {}
         accuracies[name] = {**accuracy.to_dict(), **own}
         job.progress.note(f"{name}: {accuracy.correct} of {accuracy.total} correct")
-    names = {"mcnemar": "dense", "control_mcnemar": "control"}
-    tests = {k: mcnemar(correct[a], correct["compressed"]) for k, a in names.items() if a in correct}
+    tests = {k: mcnemar(correct[a], correct["compressed"]) for k, a in PAIRED_TESTS.items() if a in correct}
     write_json(job.files.mistakes, {name: np.flatnonzero(~mask).tolist() for name, mask in correct.items()})
     write_json(job.files.accuracy, {**accuracies, **tests})
 

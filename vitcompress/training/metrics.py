@@ -20,6 +20,7 @@ from vitcompress.training.datasets import Images, check_labels
 from vitcompress.training.distributed import Runtime
 from vitcompress.training.loaders import BatchLoader, EvalLoader, Views
 
+PAIRED_TESTS = {"mcnemar": "dense", "control_mcnemar": "control"}  # which the compressed model is compared with
 _Z95 = 1.959963984540054  # two-sided 95 % quantile of the normal distribution
 
 

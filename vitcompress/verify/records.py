@@ -10,7 +10,7 @@ from vitcompress.io.files import read_json
 from vitcompress.io.manifest import REMEDY, find_changes, read_manifest
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import LIBRARY_ERRORS
-from vitcompress.training.metrics import wilson
+from vitcompress.training.metrics import PAIRED_TESTS, wilson
 
 MANIFEST = "manifest"
 
@@ -68,7 +68,7 @@ def _report_problems(files: RunFolder, report: Any) -> Iterator[str]:
     for name, record in accuracy.items():
         if record != stored[name]:
             yield f"accuracy.{name} is not that of {files.accuracy.name}"
-        if other := {"mcnemar": "dense", "control_mcnemar": "control"}.get(name):
+        if other := PAIRED_TESTS.get(name):
             a, b = wrong[other], wrong["compressed"]
             ours: dict[str, object] = {"only_a": len(b - a), "only_b": len(a - b)}
         else:
