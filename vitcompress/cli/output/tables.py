@@ -16,6 +16,7 @@ from vitcompress.io.text import NOT_MEASURED, Columns, Table, format_range, shor
 from vitcompress.models.source import list_by_source
 from vitcompress.pipeline.dry_run import DryRun, Size, SizeComparison
 from vitcompress.pipeline.study.run import StudyDryRun
+from vitcompress.verify.outputs import AGREEMENT
 
 MOST_WARNINGS = 5  # that `bench` prints without --notes
 ON_TARGET = "on the target"
@@ -118,7 +119,7 @@ def print_export(done: Mapping[str, Any]) -> None:
     others = [check for check in checks if check["verdict"] != "passed"]
     for check in (check for check in checks if check not in others):
         if check["name"].endswith(".flips"):
-            print_text(f"{check['name'].removeprefix('agreement.').removesuffix('.flips')} {check['detail']}")
+            print_text(f"{check['name'].removeprefix(AGREEMENT).removesuffix('.flips')} {check['detail']}")
         elif check in truth:
             print_text(f"{check['name']}: {check['detail']}")
     if others:
