@@ -1,6 +1,6 @@
 """Dense and pruned models in all runtimes."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,6 @@ from torch import nn
 
 import vitcompress as vc
 from vitcompress.bench import artifacts, suite
-from vitcompress.errors import first_line
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.quantize.calibrate import calibrate
 from vitcompress.exporters.runtimes import RunnerOptions, available_exporter
@@ -25,7 +24,7 @@ from vitcompress.models.create import create_model, input_config, plan_of
 from vitcompress.plan import Plan
 from vitcompress.recipe.load import load_recipe
 
-Line = dict[str, Any]  # one result as plain data: `what`, and `text` or a `ratio` with its samples
+Line = dict[str, Any]  # one result as plain data: `what`, and a `ratio` with its samples
 DENSE = ("deit_tiny_patch16_224", "deit_small_patch16_224")
 FILES = {"our ONNX": ("onnx", "fp32"), "OpenVINO fp32": ("openvino", "fp32"), "OpenVINO bf16": ("openvino", "bf16")}
 # Name of a result, which begins with the recipe -> changes of the recipe.
@@ -68,7 +67,7 @@ def run_dense(options: Options) -> Iterator[Line]:
     for arch in DENSE:
         for name, form in FILES.items():
             pair = {"timm's own ONNX": f"{artifacts.TIMM_ONNX}{arch}", name: create_model(arch)}
-            yield attempt(f"{arch}, {name} over timm's own ONNX", compare, pair, options.bench, *form)
+            yield {"what": f"{arch}, {name} over timm's own ONNX", **compare(pair, options.bench, *form)}
 
 
 def run_pruned(options: Options) -> Iterator[Line]:
@@ -138,14 +137,6 @@ def realised(name: str, dense: nn.Module, pruned: nn.Module, options: Options) -
     return {"what": f"realised {name}", **line, "ratio": line["ratio"] / macs_ratio, "ci95": ends, **figures}
 
 
-def attempt(what: str, work: Callable[..., Line], *arguments: object) -> Line:
-    """`what` and the result of `work`, or the reason why there is none: what comes after it still runs."""
-    try:
-        return {"what": what, **work(*arguments)}
-    except Exception as error:  # noqa: BLE001 - of any runtime
-        return {"what": what, "text": f"not measured: {type(error).__name__}: {first_line(error)}"}
-
-
 def compare(
     models: Mapping[str, nn.Module | str], settings: suite.BenchOptions, form: str = "onnx", precision: Any = "fp32"
 ) -> Line:
@@ -174,9 +165,7 @@ def write(model: nn.Module, path: Path, form: str, options: ExportOptions) -> Pa
 
 
 def describe(line: Line) -> str:
-    """A line as text: its own `text`, or the ratio with its interval."""
-    if "text" in line:
-        return f"{line['what']}: {line['text']}"
+    """A line as text: the ratio with its interval."""
     text = f"{line['what']}: {format_ratio(line['ratio'], 3)} ({format_interval(line['ci95'], 3)})"
     if "speedup" in line:
         text += f", {line['speedup']:.3f} times as fast at a MACs ratio of {line['macs_ratio']:.3f}"

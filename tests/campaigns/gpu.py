@@ -23,7 +23,9 @@ from torch import Tensor, nn
 import vitcompress as vc
 from vitcompress.bench import environment, suite
 from vitcompress.bench.artifacts import synthetic_images
-from vitcompress.bench.self.speed import attempt, describe, prune_recipe, write
+from vitcompress.bench.self.speed import describe as describe_ratio
+from vitcompress.bench.self.speed import prune_recipe, write
+from vitcompress.errors import first_line
 from vitcompress.exporters.onnx.providers import CUDA
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.runner import RunnerOptions
@@ -78,6 +80,19 @@ class Options:
     def bench(self, **changes: Any) -> suite.BenchOptions:
         """The published protocol: 10 warm-up runs and `runs` timed ones of `batch` images."""
         return suite.BenchOptions("paper", self.batch, None, self.runs, RunnerOptions(device=DEVICE, **changes))
+
+
+def attempt(what: str, work: Callable[..., Line], *arguments: object) -> Line:
+    """`what` and the result of `work`, or the reason why there is none: what comes after it still runs."""
+    try:
+        return {"what": what, **work(*arguments)}
+    except Exception as error:  # noqa: BLE001 - of any runtime
+        return {"what": what, "text": f"not measured: {type(error).__name__}: {first_line(error)}"}
+
+
+def describe(line: Line) -> str:
+    """A line as text: its own `text`, or the ratio with its interval."""
+    return f"{line['what']}: {line['text']}" if "text" in line else describe_ratio(line)
 
 
 def peak() -> float | None:
