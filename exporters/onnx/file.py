@@ -21,10 +21,10 @@ from vitcompress.io.text import format_shape
 
 IDLE = ("Identity", "Dropout")
 PRODUCTS = ("MatMul", "Gemm", "Conv")
-# Operator -> its name with a setting that changes outputs less than low precisions do: the attribute, and its default.
-SETTINGS: dict[str, tuple[str, str, float | str]] = {
-    "LayerNormalization": ("LayerNorms with epsilon", "epsilon", 1e-5),
-    "Gelu": ("GELUs with approximation", "approximate", "none"),
+# Operator -> the attribute that changes outputs less than low precisions do, and its default.
+SETTINGS: dict[str, tuple[str, float | str]] = {
+    "LayerNormalization": ("epsilon", 1e-5),
+    "Gelu": ("approximate", "none"),
 }
 INDEX = (onnx.TensorProto.INT64, onnx.TensorProto.INT32, onnx.TensorProto.BOOL)
 LARGEST_SIZE = 2**14  # of an input
@@ -186,13 +186,13 @@ def graph_facts(path: Path) -> Facts:
     )
 
 
-def layer_name(operator: str, setting: object) -> str:
-    """The name of a layer with its setting, such as `LayerNorms with epsilon 1e-06`."""
-    return f"{SETTINGS[operator][0]} {f'{setting:.6g}' if isinstance(setting, float) else setting}"
+def layer_name(operator: str, value: object) -> str:
+    """An operator with the value of its attribute in `SETTINGS`: `LayerNormalization with epsilon 1e-06`."""
+    return f"{operator} with {SETTINGS[operator][0]} {f'{value:.6g}' if isinstance(value, float) else value}"
 
 
 def _layer_name(node: onnx_ir.Node) -> str:
-    _, name, default = SETTINGS[node.op_type]
+    name, default = SETTINGS[node.op_type]
     return layer_name(node.op_type, getattr(node.attributes.get(name), "value", default))
 
 

@@ -501,7 +501,7 @@ def test_another_epsilon_of_a_layer_norm_is_a_problem(file: Callable[..., Export
     assert {check.verdict for check in output_checks(path, Original(source, X))} == {"passed"}
     checks = [{c.name: c for c in graph_checks(source, p, "x")}["x.layers"] for p in (file().path, path)]
     assert [check.verdict for check in checks] == ["passed", "failed"]
-    assert "LayerNorms with epsilon 0.001: 1 in the file, 0 in torch" in checks[1].detail
+    assert "LayerNormalization with epsilon 0.001: 1 in the file, 0 in torch" in checks[1].detail
 
 
 def test_an_input_of_several_products_has_the_largest_of_their_ranges(tmp_path: Path) -> None:

@@ -96,14 +96,14 @@ def text_as_epsilon(graph: Any) -> None:
         (once_more, "shapes", "in the file, "),
         (one_less, "shapes", "in the file, "),
         (other_operator("Softmax"), "layers", "1 wrong: attentions: 1 in the file, 2 in torch"),
-        (other_operator("Gelu"), "layers", "1 wrong: GELUs with approximation none: 1 in the file, 2 in torch"),
+        (other_operator("Gelu"), "layers", "1 wrong: Gelu with approximate none: 1 in the file, 2 in torch"),
         (
             other_operator("LayerNormalization"),
             "layers",
-            "1 wrong: LayerNorms with epsilon 1e-06: 4 in the file, 5 in torch",
+            "1 wrong: LayerNormalization with epsilon 1e-06: 4 in the file, 5 in torch",
         ),
-        (tanh_form, "layers", "GELUs with approximation tanh: 1 in the file, 0 in torch"),
-        (text_as_epsilon, "layers", "LayerNorms with epsilon text: 1 in the file, 0 in torch"),
+        (tanh_form, "layers", "Gelu with approximate tanh: 1 in the file, 0 in torch"),
+        (text_as_epsilon, "layers", "LayerNormalization with epsilon text: 1 in the file, 0 in torch"),
     ],
 )
 def test_each_mistake_in_the_graph_fails_its_own_check(

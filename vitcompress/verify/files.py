@@ -157,7 +157,7 @@ def graph_checks(model: nn.Module, path: Path, name: str) -> list[Check]:
     problems = {
         "idle": ([*facts.no_work, *zeros], "no Identity, no Dropout, no product with zero"),
         "shapes": (_differences(shapes), "all weights have their sizes in torch"),
-        "layers": (_differences(counts), "as many attentions, GELUs and norms as in torch"),
+        "layers": (_differences(counts), "as many attentions, GELUs and norms as in torch, with their settings"),
     }
     if settings := read_quantization(decode_json_values(file.metadata(file.read_onnx(path)))):
         problems["steps"] = find_wrong_steps(path, settings), "inputs of products have the steps of their ranges"
