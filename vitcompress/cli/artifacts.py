@@ -158,9 +158,7 @@ def sign(artifact: Path, key: Any) -> int:
 )
 @opt.option("--precision", "fp32, tf32, fp16, bf16 (default: the file's, fp32 in torch).", opt.parse_name, "PRECISION")
 @opt.flag("--compile", "Use torch.compile for run folders and timm models.")
-@opt.option(
-    "--variants", "Measure torch models with several settings, as in fp32,fp16+compile,fp16+graph.", str, "LIST|all"
-)
+@opt.option("--variants", "Settings to measure torch models with, as in fp32,fp16+compile.", str, "LIST|all")
 @opt.flag("--cuda-graph", "Replay each run from a CUDA graph (GPU only).")
 @opt.flag("--memory", "Measure the CPU memory of each artifact (some seconds each).")
 @opt.flag("--transfers", "Include the copies of images to the device and of logits back.")

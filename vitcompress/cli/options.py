@@ -132,9 +132,7 @@ def flag(names: str, help: str, **about: Any) -> Decorator:
 METHODS = ["minmax", "percentile", "entropy", "mse"]
 # Each option is a field of ExportOptions.
 export_options = add_options(
-    option(
-        "--precision", "fp32 (default), tf32, fp16, bf16, int8, int8+bf16, fp8; or fastest.", parse_name, "PRECISION"
-    ),
+    option("--precision", "fp32 (default), tf32, fp16, bf16, int8, int8+bf16, fp8, fastest.", parse_name, "PRECISION"),
     option("--opset", "ONNX operator set (default: chosen and recorded with the reason).", int),
     option("--batch", "Batch sizes of an engine (trt).", parse_batch_range, "MIN:OPT:MAX"),
     option("--sm", "Compute capabilities, as in 80,89 (trt).", parse_capabilities, "LIST"),

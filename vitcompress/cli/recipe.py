@@ -17,12 +17,7 @@ from vitcompress.io.run_folder import RunFolder
 @click.command()
 @click.argument("source", metavar="NAME|FILE", shell_complete=opt.complete_names(shipped.names))
 @opt.option("--out -o", "Run folder (default: runs/NAME).", opt.FOLDER)
-@opt.option(
-    "--export",
-    "Formats to export: onnx, openvino, trt, trt-rtx, or several, as in onnx,trt.",
-    opt.parse_formats,
-    "FORMATS",
-)
+@opt.option("--export", "Formats: onnx, openvino, trt, trt-rtx, or several: onnx,trt.", opt.parse_formats, "FORMATS")
 @opt.option("--data", "Folder of images (PATH/train/CLASS, PATH/val/CLASS).", metavar="PATH")
 @opt.option(
     "--weights",
@@ -35,18 +30,11 @@ from vitcompress.io.run_folder import RunFolder
 @opt.option("--device", "cpu, cuda, cuda:1, mps (default: the recipe's, else the best one).", opt.parse_name, "DEVICE")
 @opt.dry_run_option
 @opt.flag("--structure-only", "No training and no scoring: cost and speed of a structure of the same size.")
-@opt.flag(
-    "--control",
-    "Also train the dense model for as many epochs, with the same teacher and options, and compare with it.",
-)
+@opt.flag("--control", "Also train the dense model as long, with the same teacher and options, and compare.")
 @opt.max_drop_option
 @opt.preprocessing_options
-@opt.option(
-    "--expect", "Stop if the dense model is worse than this on the test images.", click.FloatRange(1, 100), "PERCENT"
-)
-@opt.flag(
-    "--check", "With --dry-run: load the weights and measure the dense model, as a run does. --expect implies it."
-)
+@opt.option("--expect", "Stop if the dense model's top-1 is worse than this.", click.FloatRange(1, 100), "PERCENT")
+@opt.flag("--check", "With --dry-run: load and evaluate the dense model, as a run does. --expect implies it.")
 @opt.flag("--require-verified", "Exit code 1 unless every exported file was run here.")
 @opt.flag("--fresh", "Start over instead of continuing.")
 @common_options

@@ -45,13 +45,11 @@ def describe_searches(job: Job) -> Iterator[str]:
     for step in job.steps:
         if goal := goal_of(step.options):
             count = most_candidates(step.method, step.options)
+            minutes = math.ceil(((count + 2) * SECONDS + 2 * PATIENCE) / 60)
             yield (
-                f"Step {step.number + 1} prunes to {goal}, which a dry run does not check, as it measures nothing; the "
-                "cost above is that of the recipe's sizes. A run first measures the largest and the smallest structure "
-                "and is rejected if the latency is not in between. The search exports and measures at most "
-                f"{count} candidates: each up to {REPEATS} times, until it is clear whether it is above or below, and "
-                f"for about {SECONDS:g} s at most. Both parts wait up to {PATIENCE:g} s for a quiet machine. At most "
-                f"{math.ceil(((count + 2) * SECONDS + 2 * PATIENCE) / 60)} min, and the exports."
+                f"Step {step.number + 1} prunes to {goal}, which a dry run does not check; the cost above is that of "
+                "the recipe's sizes. A run is rejected if the latency is not between those of the largest and the "
+                f"smallest structure. It measures at most {count} candidates, in up to {minutes} min, and exports them."
             )
 
 
