@@ -234,7 +234,6 @@ def fold(model: nn.Module) -> nn.Module:
     return copy
 
 
-@torch.autocast("cpu", enabled=False)  # files compute in `precision`, also if the caller has enabled another one
 def export(
     model: nn.Module,
     path: str | Path,
@@ -284,10 +283,9 @@ def export(
         source = as_images(data, create.image_size(model))
         original = Original(model, random_images(source, create.input_config(model), CALIBRATION_IMAGES, seed))
         calibration = Calibration(model, settings, RunFolder.of(path), source, seed, progress)
-    exported = write_export(
-        exporter, original, path, options=settings, classes=class_names, progress=progress, calibration=calibration
-    )
-    return exported.path
+    about: Any = {"classes": class_names, "calibration": calibration, "progress": progress}
+    with torch.autocast("cpu", enabled=False):  # files compute in `precision`, also where another one is enabled
+        return write_export(exporter, original, path, options=settings, **about).path
 
 
 def verify(folder: str | Path, *, progress: Progress | None = None) -> Verification:
