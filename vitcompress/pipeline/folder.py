@@ -64,8 +64,8 @@ def _check_content(files: RunFolder, expected: str, fresh: bool) -> None:
         raise OutputError(f"{files.recipe} was not written by a run, so nothing here is replaced", hint=ELSEWHERE)
     if not fresh and text != expected and _rewrite(text) != expected:
         message = f"{folder} contains a run of another recipe ({difference(text, expected)})"
-        hint = f"{ELSEWHERE}, start over in this one with --fresh, or add exported files with `vitcompress export`"
-        raise OutputError(message, hint=hint)
+        other = " (or add exported files with `vitcompress export`)" * files.report.is_file()  # of a finished run
+        raise OutputError(message, hint=f"{ELSEWHERE}, or start over in this one with --fresh{other}")
 
 
 def _rewrite(text: str) -> str:
