@@ -26,7 +26,7 @@ from vitcompress.verify.engine import engine_checks
 from vitcompress.verify.outputs import AGREEMENT, PlannedOriginal, output_checks
 from vitcompress.verify.weights import WEIGHTS, FileTensors, compare_tensors, exported_module
 
-GELUS = {"GELU": "none", "GELUTanh": "tanh"}  # class of torch or timm -> its form, unless it states `approximate`
+GELUS = {"GELU": "none", "GELUTanh": "tanh"}  # class of timm -> its form; those of torch state `approximate`
 ENGINES = {TENSORRT.file_suffix, *TENSORRT.other_suffixes}
 
 
@@ -168,7 +168,7 @@ def _layer_name(module: nn.Module) -> str | None:
     """The name that `file.Facts.layers` gives to a LayerNorm or a GELU, of torch or of timm."""
     if isinstance(module, nn.LayerNorm):
         return file.layer_name("LayerNormalization", module.eps)
-    form = GELUS.get(type(module).__name__)
+    form = "none" if isinstance(module, nn.GELU) else GELUS.get(type(module).__name__)
     return file.layer_name("Gelu", getattr(module, "approximate", form)) if form else None
 
 
