@@ -283,9 +283,11 @@ def export(
         source = as_images(data, create.image_size(model))
         original = Original(model, random_images(source, create.input_config(model), CALIBRATION_IMAGES, seed))
         calibration = Calibration(model, settings, RunFolder.of(path), source, seed, progress)
-    about: Any = {"classes": class_names, "calibration": calibration, "progress": progress}
     with torch.autocast("cpu", enabled=False):  # files compute in `precision`, also where another one is enabled
-        return write_export(exporter, original, path, options=settings, **about).path
+        exported = write_export(
+            exporter, original, path, options=settings, classes=class_names, progress=progress, calibration=calibration
+        )
+    return exported.path
 
 
 def verify(folder: str | Path, *, progress: Progress | None = None) -> Verification:
