@@ -3,6 +3,7 @@
 import shutil
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from vitcompress.exporters.onnx.export import export
 from vitcompress.exporters.onnx.file import read_contents
 from vitcompress.exporters.openvino import runner
 from vitcompress.exporters.options import ExportOptions
+from vitcompress.exporters.quantize.calibrate import calibrate
 from vitcompress.exporters.runtimes import EXPORTERS
 from vitcompress.exporters.sidecar import sidecar_path
 from vitcompress.models.checkpoint import load_model, write_model
@@ -64,13 +66,29 @@ def test_position_biases_of_an_attention_core_in_fp32_are_those_of_half_precisio
 
 
 def test_values_of_a_weight_in_another_order_fail(tmp_path: Path) -> None:
-    """A table of positions is gathered in any order; a weight is not."""
     model, path = pruned("layer_scale")[1], tmp_path / "model.onnx"
     export(model, path, input=input_config(model))
     weight = model.get_parameter("blocks.0.mlp.fc1.weight")
     weight.data = weight.data.flip(0)
     check = check_weights(model, path)
     assert check.verdict == "failed" and "blocks.0.mlp.fc1.weight" in check.detail
+
+
+@pytest.mark.parametrize("variant", ["swin", "beit"])
+def test_position_biases_in_another_order_fail(variant: str, tmp_path: Path) -> None:
+    """A file stores a value of the table for each pair of tokens, in int8 too; a shifted layer of Swin adds a mask."""
+    model, path = pruned(variant)[1], tmp_path / "model.onnx"
+    model.load_state_dict({name: torch.randn_like(tensor) for name, tensor in model.state_dict().items()})
+    ranges = partial(calibrate, images=torch.randn(4, *input_config(model).size), precision="int8")
+    options = ExportOptions(precision="int8")
+    export(model, path, input=input_config(model), options=options, calibrate=ranges)
+    assert check_weights(model, path).verdict == "passed"
+    for name in [name for name, _ in model.named_parameters() if name.endswith("relative_position_bias_table")]:
+        for axis in (0, 1):
+            wrong = deepcopy(model)
+            wrong.get_parameter(name).data = model.get_parameter(name).data.roll(1, axis)
+            check = check_weights(wrong, path)
+            assert check.verdict == "failed" and name in check.detail
 
 
 def test_position_biases_that_the_mask_of_a_shifted_window_hides_are_known(tmp_path: Path) -> None:

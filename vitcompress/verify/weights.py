@@ -89,7 +89,7 @@ def compare_tensors(module: nn.Module, contents: Contents, rows: Iterable[Planne
         missing = {name: tensor for name, tensor in missing.items() if name not in matches}
     constants, unknown, gathered = list[Stored](), list[Stored](), set[str | None]()
     for stored in (stored for stored in contents.tensors if stored not in matches.values()):
-        source = _find_gathered(stored, missing)
+        source = _find_gathered(stored, missing, tensors)
         gathered.add(source)
         (constants if source or _is_constant(stored) else unknown).append(stored)
     dense = {name: shape for row in rows if row.change != "kept" for name, shape in row.dense.items()}
@@ -162,15 +162,16 @@ def _match_quantized(tensors: Mapping[str, Tensor], stored: Sequence[Stored], ha
     return matches
 
 
-def _find_gathered(stored: Stored, missing: Mapping[str, Tensor]) -> str | None:
-    """The tensor whose values `stored` repeats: position biases are table[index], in Swin some with the window mask."""
+def _find_gathered(stored: Stored, missing: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> str | None:
+    """The table whose position biases, table[index], `stored` repeats; in Swin some have the window mask."""
     count = prod(stored.shape)  # in fp32 if the attention core is, at any precision of the table
-    for name, tensor in missing.items():
-        kinds = [kind for kind in (tensor.dtype, torch.float32) if stored.size == count * kind.itemsize]
-        if kinds and len(stored.shape) > tensor.dim() and tensor.is_floating_point():  # unlike a damaged weight
-            values = torch.frombuffer(bytearray(stored.read()), dtype=kinds[0]).float()
-            table = torch.stack([tensor, tensor + WINDOW_MASK]).detach().flatten(1).float()  # the mask may hide values
-            if torch.isin(table, values).any(0).all() and torch.isin(values, table).all():
+    for name, table in missing.items():
+        index = tensors.get(f"{name.removesuffix('bias_table')}index")
+        kinds = [kind for kind in (table.dtype, torch.float32) if stored.size == count * kind.itemsize]
+        if kinds and index is not None and tuple(stored.shape)[-3:] == (table.shape[1], *index.shape):
+            values = torch.frombuffer(bytearray(stored.read()), dtype=kinds[0]).view(stored.shape)
+            biases = table.detach().cpu()[index.cpu()].permute(2, 0, 1)
+            if ((values == biases) | (values == biases + WINDOW_MASK)).all():
                 return name
     return None
 
