@@ -132,6 +132,23 @@ def test_the_whole_path(tmp_path: Path) -> None:
     assert len(vc.bench(path, batch=1, protocol="paper", warmup=1, runs=3, device="cpu").rows) == 1
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_a_stopped_training_leaves_the_mode_of_the_model_and_no_gradients(training: bool) -> None:
+    own, calls = model().train(training), list[int]()
+
+    def stop(*about: object) -> None:
+        calls.append(len(calls))
+        if calls[1:]:
+            raise KeyboardInterrupt
+
+    handle = own.get_submodule("head").register_forward_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        vc.finetune(own, batches())
+    handle.remove()
+    assert {part.training for part in own.modules()} == {training}
+    assert all(parameter.grad is None for parameter in own.parameters())
+
+
 def test_bench_opens_what_the_command_opens() -> None:
     settings: dict[str, Any] = {"batch": 1, "protocol": "paper", "warmup": 1, "runs": 3, "device": "cpu"}
     bench = vc.bench([model(), "timm-onnx:test_vit"], **settings, variants="fp32,bf16")

@@ -23,7 +23,7 @@ from vitcompress.models.create import InputConfig
 from vitcompress.training.distributed import Runtime
 from vitcompress.training.loaders import BatchLoader, TrainData, TrainLoader
 from vitcompress.training.log import RunLog
-from vitcompress.training.losses import Objective, both_heads, student_of
+from vitcompress.training.losses import Objective, both_heads, inner, student_of
 from vitcompress.training.metrics import Accuracy, evaluate
 from vitcompress.training.options import EpochRecord, TrainOptions, TrainResult
 from vitcompress.training.trainer import Learner, TrainingContext, TrainingControls, TrainingJob, check_optimizer
@@ -48,9 +48,11 @@ def train(
     module.to(at.runtime.device)
     loss = Objective(module, options, teacher=controls.teacher, input=at.input, device=at.runtime.device)
     student = student_of(module, options.distillation, controls.teacher, at.seed)
-    with both_heads(module), drop_path(module, options.drop_path):
+    with both_heads(module), drop_path(module, options.drop_path), ExitStack() as stack:
+        stack.callback(module.train, inner(module).training)  # after Ctrl-C or an error
+        stack.callback(module.zero_grad)  # the next loop may be the user's own
         result = _run(TrainingJob(student, options, at, controls, loss, train_set, heldout_set))
-    module.eval().zero_grad()  # the next loop may be the user's own
+    module.eval()
     return result
 
 
