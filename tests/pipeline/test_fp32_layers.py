@@ -326,6 +326,34 @@ def test_ranges_are_kept_for_each_setting_and_used_only_as_written(tmp_path: Pat
         search_int8(folder, model, "onnx", traces(plain), islands=())
 
 
+def test_damaged_ranges_in_a_folder_without_a_manifest_are_measured_again(tmp_path: Path) -> None:
+    folder, model = tmp_path / "run", plain()
+    write_model(folder, model, plan_of(model))
+    search_int8(folder, model, "onnx", traces(plain), islands=())
+    (file,) = RunFolder(folder).ranges.glob("*.json")
+    whole = file.read_text()
+    others: list[Any] = [[], {}, 3, None, *(dict.fromkeys(json.loads(whole), wrong) for wrong in ("7", -1.0, [1.0]))]
+    for text in (whole[:30], "", *map(json.dumps, others)):
+        file.write_text(text)
+        search_int8(folder, model, "onnx", traces(plain), islands=())
+        assert file.read_text() == whole, text
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "{", '{"ranges": {}}', '{"model": "x", "ranges": {"head": "1"}}'])
+def test_damaged_trained_ranges_are_rejected(text: str, tmp_path: Path) -> None:
+    folder, model = tmp_path / "run", plain()
+    write_model(folder, model, plan_of(model))
+    trained = RunFolder(folder).trained_ranges
+    trained.parent.mkdir()
+    trained.write_text(text)
+    with pytest.raises(ArtifactError, match=r"trained_ranges.json (has other contents|cannot be read as JSON)"):
+        search_int8(folder, model, "onnx", traces(plain), islands=())
+    write_manifest(folder)
+    trained.write_text(f"{text} ")
+    with pytest.raises(ArtifactError, match="is not as it was written"):
+        search_int8(folder, model, "onnx", traces(plain), islands=())
+
+
 def test_ranges_are_not_those_of_a_model_with_equal_weights(tmp_path: Path) -> None:
     """Without an activation, the input of the layer after it has other values; no weight changes before folding."""
     dense, images = vc.create_model(VIT, **SMALL["vit"]), torch.randn(16, 3, 8, 8)

@@ -3,14 +3,20 @@ folder.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Annotated
 
+from annotated_types import Ge
+from pydantic import Strict
 from torch import Tensor, nn
+from typing_extensions import TypedDict
 
-from vitcompress.errors import InputError, OutputError
+from vitcompress.bench.report.run import check_record
+from vitcompress.errors import ArtifactError, InputError, OutputError
 from vitcompress.exporters.onnx.export import prepare_quantized
 from vitcompress.exporters.options import AUTO, ExportOptions
 from vitcompress.exporters.quantize.calibrate import calibrate
@@ -33,6 +39,14 @@ from vitcompress.training.metrics import random_images
 from vitcompress.training.trainer import TrainingControls
 
 FEW_IMAGES = 16
+Sizes = dict[str, Annotated[float, Strict(), Ge(0)]]
+
+
+class TrainedRanges(TypedDict):
+    """The content of state/trained_ranges.json. model: digest of the trained model."""
+
+    model: str
+    ranges: Sizes
 
 
 @dataclass
@@ -61,16 +75,21 @@ class Calibration:
         if self.ranges is not None:
             return self.ranges
         precision, method = self.options.eight_bits or "int8", self.options.calibration_method
-        trained = read_json(self.files.trained_ranges) if self.files.trained_ranges.is_file() else {}
+        path = self.files.trained_ranges
+        check_unchanged(self.files.path, path)
+        trained = check_record(path, read_json(path), TrainedRanges) if path.is_file() else {}
         fixed = trained["ranges"] if trained.get("model") == model_digest(self.model, precision) else {}
         if fixed and self.factors:
             raise InputError("smooth would change layers whose ranges were trained", hint="omit smooth")
         images, plan = self._images(), current_plan(self.model).digest  # models with equal weights may have other plans
         settings = f"{plan} {precision} {method}{self.factors or ''}{' uint8' * self.options.uint8}"
         cache = self.files.ranges / f"{model_digest(self.model, settings, images)}.json"
-        check_unchanged(self.files.path, cache, self.files.trained_ranges)
-        self.ranges = dict(read_json(cache)) if cache.is_file() else calibrate(source, images, precision, method)
-        if self.files.plan.is_file() and not cache.is_file():
+        check_unchanged(self.files.path, cache)
+        known = dict[str, float]()
+        with suppress(ArtifactError):  # damaged, in a folder without a manifest: measured again
+            known = check_record(cache, read_json(cache), Sizes)
+        self.ranges = known or calibrate(source, images, precision, method)
+        if self.files.plan.is_file() and not known:
             try:
                 with record_changes(self.files.path):
                     write_json(cache, self.ranges)
