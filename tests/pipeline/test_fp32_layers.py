@@ -32,7 +32,7 @@ from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.checkpoint import write_model
 from vitcompress.models.create import input_config, plan_of
 from vitcompress.pipeline import export, fp32_layers
-from vitcompress.pipeline.calibration import Calibration
+from vitcompress.pipeline.calibration import Calibration, model_digest
 from vitcompress.pipeline.export import write_export
 from vitcompress.pipeline.fp32_layers import Evaluator, Layers, LayerSearch, best_evaluator, minimize, search
 from vitcompress.training.datasets import as_images
@@ -339,12 +339,15 @@ def test_damaged_ranges_in_a_folder_without_a_manifest_are_measured_again(tmp_pa
         assert file.read_text() == whole, text
 
 
-@pytest.mark.parametrize("text", ["[]", "3", "{", '{"ranges": {}}', '{"model": "x", "ranges": {"head": "1"}}'])
+@pytest.mark.parametrize(
+    "text", ["[]", "3", "{", '{"model": "DIGEST"}', '{"model": "DIGEST", "ranges": {"head": "1"}}']
+)
 def test_damaged_trained_ranges_are_rejected(text: str, tmp_path: Path) -> None:
     folder, model = tmp_path / "run", plain()
     write_model(folder, model, plan_of(model))
     trained = RunFolder(folder).trained_ranges
     trained.parent.mkdir()
+    text = text.replace("DIGEST", model_digest(model, "int8"))
     trained.write_text(text)
     with pytest.raises(ArtifactError, match=r"trained_ranges.json (has other contents|cannot be read as JSON)"):
         search_int8(folder, model, "onnx", traces(plain), islands=())

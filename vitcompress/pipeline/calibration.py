@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import Annotated, Any
 
 from annotated_types import Ge
 from pydantic import Strict
 from torch import Tensor, nn
-from typing_extensions import TypedDict
 
 from vitcompress.bench.report.run import check_record
 from vitcompress.errors import ArtifactError, InputError, OutputError
@@ -40,13 +39,6 @@ from vitcompress.training.trainer import TrainingControls
 
 FEW_IMAGES = 16
 Sizes = dict[str, Annotated[float, Strict(), Ge(0)]]
-
-
-class TrainedRanges(TypedDict):
-    """The content of state/trained_ranges.json. model: digest of the trained model."""
-
-    model: str
-    ranges: Sizes
 
 
 @dataclass
@@ -77,8 +69,9 @@ class Calibration:
         precision, method = self.options.eight_bits or "int8", self.options.calibration_method
         path = self.files.trained_ranges
         check_unchanged(self.files.path, path)
-        trained = check_record(path, read_json(path), TrainedRanges) if path.is_file() else {}
-        fixed = trained["ranges"] if trained.get("model") == model_digest(self.model, precision) else {}
+        trained = check_record(path, read_json(path), dict[str, Any]) if path.is_file() else {}
+        own = trained.get("model") == model_digest(self.model, precision)
+        fixed = check_record(path, trained.get("ranges"), Sizes) if own else {}
         if fixed and self.factors:
             raise InputError("smooth would change layers whose ranges were trained", hint="omit smooth")
         images, plan = self._images(), current_plan(self.model).digest  # models with equal weights may have other plans
