@@ -5,6 +5,7 @@ import re
 import sys
 import typing
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from math import isqrt
 from typing import Annotated, Any
 
@@ -161,8 +162,7 @@ def allowed_arguments(arch: str) -> dict[str, Any]:
     Others could run code or read files. Empty if `arch` is of no class of `RULES`.
     """
     module = sys.modules[timm.model_entrypoint(arch).__module__]
-    bases = (base_of(kind) for kind in vars(module).values() if isinstance(kind, type))
-    base = next(filter(None, bases), None)
+    base = next((own for kind in vars(module).values() if isinstance(kind, type) and (own := base_of(kind))), None)
     hints = {name: p.annotation for name, p in inspect.signature(base).parameters.items()} if base else {}
     types = {name: _plain_type(WIDER.get(name, hint), MOST.get(name, 2**14)) for name, hint in hints.items()}
     return {name: kind | None for name, kind in types.items() if kind is not None}
@@ -184,10 +184,8 @@ def read_arguments(base: type[nn.Module] | None, shapes: Shapes) -> dict[str, ob
     """The arguments of a class of `RULES` that `shapes` show."""
     facts: dict[str, object] = {}
     for name, rule in RULES[base].items() if base and PATCHES in shapes else ():
-        try:
+        with suppress(LookupError, ValueError):  # no such tensor
             facts[name] = rule(shapes)
-        except (LookupError, ValueError):  # no such tensor
-            continue
     return {name: value for name, value in facts.items() if value is not None}
 
 
