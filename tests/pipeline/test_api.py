@@ -627,6 +627,28 @@ def test_labels_of_a_data_set_are_transformed() -> None:
     assert vc.evaluate(model(), Coarse()) == vc.evaluate(model(), batches(1))
 
 
+class Once(Loader):
+    """Batches that can be read only once."""
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.items:
+            first, *self.items = self.items  # type: ignore[assignment]
+            yield first
+
+    def __len__(self) -> int:
+        return 4
+
+
+@pytest.mark.parametrize(("accumulate", "read"), [(1, 2), (2, 3)])
+def test_batches_that_are_missing_stop_a_training(accumulate: int, read: int) -> None:
+    """They counted as a loss of 0."""
+    with pytest.raises(DataError, match=f"gave {read} of 4 batches") as caught:
+        vc.finetune(model(), Once(*batches(read)), epochs=1, accumulate=accumulate)
+    assert "every epoch" in str(caught.value.hint)
+    with pytest.raises(DataError, match="gave 0 of 4 batches in epoch 2"):
+        vc.finetune(model(), Once(*batches()), epochs=2)
+
+
 def test_settings_of_batches() -> None:
     plain, smooth = (
         vc.finetune(model(), batches(), epochs=1, augmentation={"smoothing": smoothing}).history[0]["loss"]

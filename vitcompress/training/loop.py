@@ -51,7 +51,7 @@ def train(
     with both_heads(module), drop_path(module, options.drop_path), ExitStack() as stack:
         stack.callback(module.train, inner(module).training)  # after Ctrl-C or an error
         stack.callback(module.zero_grad)  # the next loop may be the user's own
-        result = _run(TrainingJob(student, options, at, controls, loss, train_set, heldout_set))
+        result = _run(TrainingJob(student, options, at, controls, loss, train_set, heldout_set or None))
     module.eval()
     return result
 

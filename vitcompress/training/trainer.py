@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -17,7 +16,7 @@ from timm.utils import ModelEmaV3, random_seed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from vitcompress.errors import InputError, VitcompressError
+from vitcompress.errors import DataError, InputError, VitcompressError
 from vitcompress.io.progress import Progress
 from vitcompress.io.tensors import tensors_digest
 from vitcompress.io.training_state import State
@@ -113,9 +112,7 @@ class TrainingJob:
 
     @cached_property
     def heldout(self) -> EvalLoader | BatchLoader | None:
-        if not self.heldout_set:
-            return None
-        if isinstance(self.heldout_set, BatchLoader):
+        if isinstance(self.heldout_set, BatchLoader | None):
             return self.heldout_set
         return EvalLoader(self.heldout_set, self.at.input, max(_EVAL_BATCH, self.micro_batch), self.at.runtime)
 
@@ -165,10 +162,8 @@ class Learner:
         if self.ema:
             self.ema.module.load_state_dict(state.part("ema"))
         self.best = state.part("best")
-        slots: dict[int, dict[str, object]] = {}
-        for name, value in state.part("optimizer").items():
-            index, _, slot = name.partition(".")
-            slots.setdefault(int(index), {})[slot] = value
+        numbers = {int(name.partition(".")[0]) for name in state.part("optimizer")}
+        slots = {number: state.part(f"optimizer.{number}") for number in numbers}
         groups = self.optimizer.state_dict()["param_groups"]
         for number, group in enumerate(groups):  # some optimizers count their steps here
             for name, value in state.part(f"group.{number}").items():
@@ -198,7 +193,11 @@ class Learner:
         """Take one optimizer step on `accumulate` batches; return their mean loss."""
         job, parts, total = self.job, self.job.options.accumulate, torch.zeros((), device=self.job.at.runtime.device)
         self.optimizer.zero_grad(set_to_none=True)
-        for part, (images, targets) in enumerate(islice(batches, parts)):
+        for part in range(parts):
+            if (batch := next(batches, None)) is None:
+                message = f"the data gave {step * parts + part} of {len(self.loader)} batches in epoch {number + 1}"
+                raise DataError(message, hint="pass batches that every epoch can read, as many as their length states")
+            images, targets = batch
             if part == 0 and self.hooks:
                 self.hooks.before_step(number, step, self.steps, partial(self._backward, images, targets))
                 self.optimizer.zero_grad(set_to_none=True)
