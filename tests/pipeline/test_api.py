@@ -391,6 +391,9 @@ def test_labels_that_are_no_classes_of_the_model_are_rejected(labels: Tensor, te
         (torch.arange(16.0) % 4, "16 images have labels of shape 16 and torch.float32"),
         (torch.eye(5)[torch.arange(16) % 4], "16 images have labels of shape 16x5 and torch.float32"),
         (torch.arange(8) % 4, "16 images have labels of shape 8 and torch.int64"),
+        (torch.ones(16, 4), "16 images have labels of shape 16x4 and torch.float32"),
+        (torch.tensor([2.0, -1, 0, 0]).repeat(16, 1), "16 images have labels of shape 16x4 and torch.float32"),
+        (torch.full((16, 4), float("nan")), "16 images have labels of shape 16x4 and torch.float32"),
     ],
 )
 def test_labels_that_do_not_fit_their_images_are_rejected(labels: Tensor, text: str) -> None:

@@ -169,10 +169,14 @@ def check_batch(batch: Any, size: Size = (), classes: int = 0) -> tuple[Tensor, 
         raise DataError(f"a batch {content} instead of two tensors", hint=hint)
     images, targets = batch
     check_images(images, size)
-    soft = targets.is_floating_point()
-    if targets.shape[:1] != images.shape[:1] or (soft and (targets.ndim != 2 or classes not in (0, targets.shape[1]))):
+    fits, soft = targets.shape[:1] == images.shape[:1], targets.is_floating_point()
+    if fits and soft:  # sums up to the rounding of half precision
+        fits = targets.ndim == 2 and classes in (0, targets.shape[1])
+        fits = fits and bool((targets >= 0).all() and ((targets.float().sum(1) - 1).abs() < 0.01).all())
+    if not fits:
         message = f"{len(images)} images have labels of shape {format_shape(targets.shape)} and {targets.dtype}"
-        raise DataError(message, hint=f"pass {len(images)} class numbers, or a row of probabilities for each image")
+        hint = f"pass {len(images)} class numbers, or a row of probabilities with the sum 1 for each image"
+        raise DataError(message, hint=hint)
     if not soft:
         check_labels(targets := targets.long(), classes)
     return images, targets
