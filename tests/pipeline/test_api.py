@@ -630,6 +630,18 @@ def test_labels_of_a_data_set_are_transformed() -> None:
     assert vc.evaluate(model(), Coarse()) == vc.evaluate(model(), batches(1))
 
 
+class Limited(Coarse):
+    """The first images of a data set, whose `targets` are those of all."""
+
+    def __len__(self) -> int:
+        return 6
+
+
+def test_targets_of_more_images_than_the_data_set_has_do_not_count() -> None:
+    expected = vc.evaluate(model(), [tuple(part[:6] for part in batches()[0])])
+    assert vc.evaluate(model(), Limited()) == expected and expected.total == 6
+
+
 class Once(Loader):
     """Batches that can be read only once."""
 

@@ -105,7 +105,7 @@ class MappedImages(Images):
     """A map-style data set of (image, class) pairs: timm's, torchvision's or the user's own.
 
     Its images are PIL images, or tensors (C, H, W) that are normalized for the model. Labels come from its attribute
-    `targets` or from timm's reader; without these, every item is read once.
+    `targets` or from timm's reader; without one label for each item there, every item is read once.
     """
 
     def __init__(self, dataset: Any, name: str) -> None:
@@ -117,10 +117,11 @@ class MappedImages(Images):
             item: Any = dataset[0]
             if not isinstance(item, tuple | list):
                 raise TypeError(f"an item is a {type(item).__name__}")
-            samples = getattr(getattr(dataset, "reader", None), "samples", None) or dataset
-            labels = dataset.targets if hasattr(dataset, "targets") else [samples[i][1] for i in range(len(samples))]
-            transform = getattr(dataset, "target_transform", None)
-            if transform and (samples is not dataset or hasattr(dataset, "targets")):  # items have it already
+            samples = getattr(getattr(dataset, "reader", None), "samples", None) or ()
+            labels = dataset.targets if hasattr(dataset, "targets") else [sample[1] for sample in samples]
+            if len(labels) != len(dataset):
+                labels = [dataset[i][1] for i in range(len(dataset))]
+            elif transform := getattr(dataset, "target_transform", None):  # items have it already
                 labels = [transform(label) for label in np.asarray(labels).tolist()]
             self.dataset, self.labels = dataset, np.asarray(labels, np.int64)
             if self.labels.ndim != 1 or (self.labels != np.asarray(labels)).any():
