@@ -306,6 +306,8 @@ def test_weights_that_are_not_finite_are_rejected(value: float, tmp_path: Path) 
         lambda: vc.prune(broken, vc.plan(model(), "magnitude")),
         lambda: vc.export(broken, tmp_path / "model.onnx"),
         lambda: vc.save_model(broken, tmp_path / "saved"),
+        lambda: vc.evaluate(broken, batches()),
+        lambda: vc.finetune(broken, batches(), epochs=1),
     ):
         with pytest.raises(InputError, match=text) as error:
             call()

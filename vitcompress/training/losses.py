@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vitcompress.errors import InputError
+from vitcompress.io.tensors import check_finite
 from vitcompress.models.create import InputConfig, input_config
 from vitcompress.training.distributed import derived_seed
 from vitcompress.training.options import Distillation, TrainOptions
@@ -36,7 +37,9 @@ def inner(module: nn.Module) -> nn.Module:
 
 
 def check_outputs(module: nn.Module) -> None:
-    """Raise InputError for a model without a classifier or pooling, or with one class: its probability is always 1."""
+    """Raise InputError for weights that are not finite, and for outputs that are not logits of two or more classes."""
+    parameters = dict(inner(module).named_parameters())  # attention on the CPU may hide NaN
+    check_finite(parameters, f"this {type(inner(module)).__name__}")
     if getattr(inner(module), "global_pool", None) == "":
         message = "the model has no pooling (global_pool is empty): it outputs logits of every token, not of the image"
         raise InputError(message, hint='create it with another global_pool, such as "avg"')
@@ -125,12 +128,6 @@ def student_of(module: nn.Module, kind: Distillation, teacher: nn.Module | None,
     return FeatureStudent(module, inner(teacher), kind, seed)
 
 
-def _check_shapes(student: Tensor, teacher: Tensor) -> None:
-    if student.shape != teacher.shape:
-        message = f"the teacher's features are {tuple(teacher.shape[1:])}, the student's {tuple(student.shape[1:])}"
-        raise InputError(message, hint="use a teacher with the same patches")
-
-
 def _logits_and_features(model: Any, images: Tensor, kind: Distillation) -> tuple[Any, Any]:
     """Logits, and by `kind` patch tokens (batch, patches, channels), pooled features (batch, channels) or None."""
     if kind not in FEATURES:
@@ -195,7 +192,9 @@ class Objective:
         known, wanted = teacher(images, options.distillation)
         if features is None:
             return labels + options.alpha * self._distill(second, known)
-        _check_shapes(features, wanted)
+        if features.shape != wanted.shape:
+            message = f"the teacher's features are {tuple(wanted.shape[1:])}, the student's {tuple(features.shape[1:])}"
+            raise InputError(message, hint="use a teacher with the same patches")
         common = torch.promote_types(features.dtype, wanted.dtype)  # torch 2.11 has no gradient for two types
         distance = functional.mse_loss(features.to(common), wanted.to(common))
         if options.distillation == "features":
