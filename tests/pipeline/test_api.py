@@ -632,6 +632,19 @@ def test_labels_of_a_data_set_are_transformed() -> None:
     assert vc.evaluate(model(), Coarse()) == vc.evaluate(model(), batches(1))
 
 
+def test_pictures_have_as_many_channels_as_the_model_takes(tmp_path: Path) -> None:
+    file = vc.export(model(in_chans=4), tmp_path / "model.onnx")
+    for call in (
+        lambda: vc.evaluate(model(in_chans=4), Pictures()),
+        lambda: vc.evaluate(file, Pictures()),
+        lambda: vc.finetune(model(in_chans=4), Pictures(), epochs=1, batch_size=8),
+        lambda: vc.plan(model(in_chans=4), "isomorphic", Pictures(), align=FINE),
+        lambda: vc.export(model(in_chans=4), tmp_path / "other.onnx", data=Pictures()),
+    ):
+        with pytest.raises(InputError, match="takes images of 4 channels, and files have 1 or 3"):
+            call()
+
+
 class Limited(Coarse):
     """The first images of a data set, whose `targets` are those of all."""
 

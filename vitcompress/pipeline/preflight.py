@@ -21,6 +21,7 @@ from vitcompress.pipeline.latency import check_clock, check_latency
 from vitcompress.recipe.schema import Recipe
 from vitcompress.training.data import Splits, open_data
 from vitcompress.training.distributed import Runtime
+from vitcompress.training.loaders import EvalLoader
 from vitcompress.training.loop import check_options
 
 # float32 weights of the dense model and of the compressed one before and after folding, their exports, and one file
@@ -95,17 +96,14 @@ def check_training(job: Job) -> None:
         return
     if not job.data.test:  # only data from Python may have none
         raise DataError("the data has no test images to evaluate the result on", hint="add them, or use vc.finetune")
-    if (channels := job.input.size[0]) not in (1, 3) and not getattr(job.data.train, "prepared", False):
-        message = f"the model takes images of {channels} channels, and files have 1 or 3"
-        raise InputError(message, hint="use vc.finetune with tensors, or --structure-only")
-    finetune = job.recipe.finetune
+    EvalLoader(job.data.test, job.input, 1, job.runtime)  # rejects images of other channels
     for options in (job.recipe.dense, *reversed(job.trainings)):
         if options is not None:
             check_options(options, job.data.train, job.data.heldout, job.input, job.runtime)
     if not job.data.heldout and any(step.info.uses_heldout for step in job.steps):
         message = "data.heldout is 0, but the layers are chosen by accuracy on held-out images"
         raise InputError(message, hint="set data.heldout to 0.01 or more")
-    if job.steps[-1].method.dilute and finetune.select == "best":
+    if job.steps[-1].method.dilute and job.recipe.finetune.select == "best":
         reason = f"{job.steps[-1].method.name} fades the layers out during the fine-tuning"
         message = f"finetune.select is 'best', but {reason}: the best epoch may be one that still has them"
         raise InputError(message, hint="set finetune.select = 'last'")

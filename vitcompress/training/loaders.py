@@ -193,6 +193,9 @@ def _prefetch(
     Worker processes are restarted every epoch: a persistent worker keeps its random state, and a resumed run would
     differ from an uninterrupted one.
     """
+    if not dataset.prepared and (channels := input.size[0]) not in (1, 3):
+        message = f"the model takes images of {channels} channels, and files have 1 or 3"
+        raise InputError(message, hint="use vc.finetune and vc.evaluate with tensors, or --structure-only")
     active = None if augmentation is None or augmentation.no_aug else augmentation  # it changes images
     if dataset.prepared and active:
         message = "crop, flip, color and erasing need PIL images, and the data set gives tensors"
