@@ -104,10 +104,8 @@ def run(artifacts: Sequence[str], options: EvaluateOptions | None = None, progre
 def select_data(artifacts: Sequence[str], options: EvaluateOptions) -> DataOptions:
     """The test data of the options, or else of the first run folder among the artifacts."""
     recipes = [path for artifact in artifacts if (path := RunFolder.of(artifact).recipe).is_file()]
-    if options.data is not None and options.data in BUILT_IN:
-        data = DataOptions(options.data)
-    elif options.data is not None:
-        data = DataOptions("imagefolder", options.data)
+    if options.data is not None:
+        data = DataOptions(options.data) if options.data in BUILT_IN else DataOptions("imagefolder", options.data)
     elif recipes:
         data = load_recipe_of_run(recipes[0]).data
     else:

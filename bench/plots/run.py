@@ -130,7 +130,7 @@ def charts_figure(charts: Sequence[Chart], title: str) -> Any:
 
 def _draw_chart(axes: Any, chart: Chart) -> None:
     """Curves, strong for kept channels or layers and faint for removed ones."""
-    from matplotlib import colormaps
+    from matplotlib import cm, colormaps, colors
     from matplotlib.ticker import MaxNLocator
 
     groups = list(dict.fromkeys(line.group or line.name for line in chart.lines))
@@ -148,19 +148,12 @@ def _draw_chart(axes: Any, chart: Chart) -> None:
     if all(float(x).is_integer() for line in chart.lines for x in line.x):  # blocks, epochs, counts
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_title(chart.title, fontsize="medium")
-    if chart.by_depth:
-        _add_depth_bar(axes)
+    if chart.by_depth:  # a color bar from the first block to the last
+        shades = colors.ListedColormap([colormaps["viridis"](0.9 * n / 255) for n in range(256)])
+        bar = axes.figure.colorbar(cm.ScalarMappable(cmap=shades), ax=axes, ticks=[0, 1], pad=0.02, aspect=30)
+        bar.ax.set_yticklabels(["first block", "last"], fontsize="small")
     elif by_label := {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}:
         axes.legend(by_label.values(), by_label.keys(), fontsize="small")
-
-
-def _add_depth_bar(axes: Any) -> None:
-    """A color bar from the first block to the last instead of a legend."""
-    from matplotlib import cm, colormaps, colors
-
-    shades = colors.ListedColormap([colormaps["viridis"](0.9 * n / 255) for n in range(256)])
-    bar = axes.figure.colorbar(cm.ScalarMappable(cmap=shades), ax=axes, ticks=[0, 1], pad=0.02, aspect=30)
-    bar.ax.set_yticklabels(["first block", "last"], fontsize="small")
 
 
 def _draw_line(axes: Any, line: Line, color: Any, marker: str, label: str | None) -> None:

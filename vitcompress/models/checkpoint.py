@@ -96,8 +96,7 @@ def load_model_files(plan_path: Path, weights_path: Path) -> nn.Module:
     """`load_model` for a plan and weights in different places."""
     if plan_path.parent.is_file():
         message, folder = f"{plan_path.parent} is a file, not a run folder", plan_path.parent.parent
-        is_run = RunFolder(folder).plan.is_file()
-        raise ArtifactError(message, hint=f"use its folder: {folder}" if is_run else OTHER)
+        raise ArtifactError(message, hint=f"use its folder: {folder}" if RunFolder(folder).plan.is_file() else OTHER)
     for path in (plan_path, weights_path):
         if not path.is_file():
             message = f"{plan_path.parent} is not a finished run folder: {path.name} is missing"
