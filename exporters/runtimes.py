@@ -28,6 +28,14 @@ EXPORTERS: dict[str, Exporter] = {exporter.name: exporter for exporter in (ONNX,
 RUNNERS = {suffix: e.runner for e in EXPORTERS.values() for suffix in (e.file_suffix, *e.other_suffixes)}
 
 
+def runtime_of(format: str) -> str:
+    """What runs the files of a format, as recipes name it: `onnxruntime`, else by the name of the format."""
+    return "onnxruntime" if format == ONNX.name else format
+
+
+RUNTIME_FORMATS = {runtime_of(name): name for name in EXPORTERS}  # runtime -> format of the files that it runs
+
+
 def find_exporter(name: str | Exporter) -> Exporter:
     """The exporter of the format `name`, built in or of an installed package. Raises InputError if there is none."""
     return find_by_name(name, EXPORTERS, "exporters", "export format")

@@ -13,7 +13,7 @@ from vitcompress import surgery
 from vitcompress.bench import suite
 from vitcompress.bench.report import run as reports
 from vitcompress.bench.report.files import match_rows
-from vitcompress.exporters.runtimes import Runner, RunnerOptions, open_runner
+from vitcompress.exporters.runtimes import Runner, RunnerOptions, open_runner, runtime_of
 from vitcompress.io.files import write_json
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.checkpoint import load_model, load_model_files, read_plan, write_model
@@ -116,7 +116,7 @@ def _pairs(job: Job) -> Iterator[tuple[Path, Path, str | None]]:
     """Dense and compressed artifact of one format, and the device; None: that of the file."""
     dense, chosen = runnable_files(job, "dense"), job.recipe.bench.runtimes
     for name, (path, device) in runnable_files(job, "model").items():
-        if name in dense and (chosen is None or ("onnxruntime" if name == "onnx" else name) in chosen):
+        if name in dense and (chosen is None or runtime_of(name) in chosen):
             yield dense[name][0], path, device
     if chosen is None or "torch" in chosen:
         yield job.dense_folder, job.folder, str(job.runtime.device)

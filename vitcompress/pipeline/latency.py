@@ -20,8 +20,9 @@ from vitcompress.errors import DeviceError, InputError
 from vitcompress.exporters.onnx.providers import choose_provider, resolve_precision
 from vitcompress.exporters.precision import HALF, present_layers
 from vitcompress.exporters.quantize.calibrate import calibrate
-from vitcompress.exporters.runtimes import Runner, RunnerOptions, TorchRunner, available_exporter, open_runner
-from vitcompress.exporters.torch_runner import check_options
+from vitcompress.exporters.runner import Runner, RunnerOptions
+from vitcompress.exporters.runtimes import RUNTIME_FORMATS, available_exporter, open_runner
+from vitcompress.exporters.torch_runner import TorchRunner, check_options
 from vitcompress.io.progress import Progress
 from vitcompress.methods import budget
 from vitcompress.methods.base import Goal, Measured, context_for
@@ -36,7 +37,6 @@ REPEATS = 5  # measurements of a candidate at most
 SECONDS = 20.0  # after which a candidate is not measured again
 PATIENCE = 60.0  # seconds that a step waits for a quiet machine, in total
 POLL = 1.0  # seconds over which the load is measured
-FORMATS = {"onnxruntime": "onnx", "openvino": "openvino"}  # runtime -> format of the file that it measures
 OTHER_RUNTIME = "set latency_on to another runtime"
 
 
@@ -84,8 +84,8 @@ def check_clock(job: Job) -> None:
             message = f"the latency target is for {job.runtime.device}, where {goal.runtime} does not work: {problem}"
             raise DeviceError(message, hint="measure with torch (--set step.0.latency_on=torch), or use --device cpu")
         try:
-            if goal.runtime in FORMATS:
-                exporter = available_exporter(FORMATS[goal.runtime], hint=OTHER_RUNTIME)
+            if goal.runtime in RUNTIME_FORMATS:
+                exporter = available_exporter(RUNTIME_FORMATS[goal.runtime], hint=OTHER_RUNTIME)
                 exporter.check(table.only(exporter.supported(table)))
             if goal.runtime == "onnxruntime":
                 resolve_precision("the file", table.precision, None, choose_provider(str(job.runtime.device), None)[0])
@@ -174,7 +174,7 @@ class LatencyClock:
             if goal.runtime == "torch":
                 runner: Runner = TorchRunner(copy, replace(options, precision=precision), name="candidate")
             else:
-                exporter = available_exporter(FORMATS[goal.runtime], hint=OTHER_RUNTIME)
+                exporter = available_exporter(RUNTIME_FORMATS[goal.runtime], hint=OTHER_RUNTIME)
                 path = Path(folder) / f"candidate{exporter.file_suffix}"
                 used = self.export.only(exporter.supported(self.export))
                 # The search for islands runs after training; only islands that are named and still there count.

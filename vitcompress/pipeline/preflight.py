@@ -9,7 +9,7 @@ import torch
 from vitcompress.errors import DataError, InputError, OutputError
 from vitcompress.exporters.options import AUTO
 from vitcompress.exporters.precision import expand_layers
-from vitcompress.exporters.runtimes import EXPORTERS, available_exporter, find_exporter
+from vitcompress.exporters.runtimes import EXPORTERS, available_exporter, find_exporter, runtime_of
 from vitcompress.io.progress import Progress
 from vitcompress.models.create import create_model
 from vitcompress.models.source import list_by_source
@@ -66,8 +66,7 @@ def check_formats(recipe: Recipe) -> None:
     if table.formats and (unused := [option for option in table.changed() if option not in used]):
         message = f"export.{unused[0]} is {getattr(table, unused[0])!r}, without effect on {', '.join(table.formats)}"
         raise InputError(message, hint="leave it out, or export to a format that uses it")
-    formats = {**EXPORTERS, **dict.fromkeys(table.formats)}
-    known = ("torch", *("onnxruntime" if name == "onnx" else name for name in formats))
+    known = ("torch", *map(runtime_of, {**EXPORTERS, **dict.fromkeys(table.formats)}))
     if unknown := [name for name in recipe.bench.runtimes or () if name not in known]:
         raise InputError(f"bench.runtimes names {unknown[0]!r}", hint=f"use {', '.join(known)}, or leave it out")
 
