@@ -84,7 +84,8 @@ def __dir__() -> list[str]:
 
 
 # Three functions have the name of a submodule. Importing the module must not replace the function, so these names are
-# properties of the package's type. `from vitcompress.plan import ...` is unaffected. `__getattr__` is there, too: type
-# checkers accept any name of a module that defines it.
+# properties of the package's type. Import from these modules with `from vitcompress.bench import suite`: Python reads
+# `import vitcompress.bench.suite as suite` as an attribute of the function. `__getattr__` is there, too: type checkers
+# accept any name of a module that defines it.
 _FUNCTIONS = {n: property(partial(_find, name=n), lambda *submodule: None) for n in ("bench", "plan", "verify")}
 sys.modules[__name__].__class__ = type("Package", (ModuleType,), {"__getattr__": _find, **_FUNCTIONS})
