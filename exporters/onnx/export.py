@@ -32,7 +32,7 @@ from vitcompress.exporters.onnx.file import is_zero, read_contents
 from vitcompress.exporters.onnx.gemm import join_linear_layers, multiply_patches
 from vitcompress.exporters.onnx.runner import OnnxRunner
 from vitcompress.exporters.onnx.tokens import drop_unread_tokens
-from vitcompress.exporters.options import EIGHT_BITS, ONLY_EIGHT_BITS, ExportOptions
+from vitcompress.exporters.options import AUTO, EIGHT_BITS, ONLY_EIGHT_BITS, ExportOptions
 from vitcompress.exporters.precision import HALF, classifier_layers, expand_layers
 from vitcompress.exporters.quantize.graph import CORE, WEIGHT, Form, Quantization, quantize
 from vitcompress.exporters.quantize.smooth import rescale
@@ -155,6 +155,15 @@ def prepare_quantized(
     changes = {"precision": options.precision, "islands": fp32_layers, "quantization": asdict(settings)}
     metadata = {**plain.metadata, **{key: json.dumps(value) for key, value in changes.items()}}
     return replace(plain, metadata=metadata), settings
+
+
+def measure_quantization(
+    model: nn.Module, options: ExportOptions, form: Form, **about: Unpack[ModelInfo]
+) -> Quantization:
+    """What files with these options compute in eight bits; layers that `auto` would keep in fp32 are included."""
+    named = replace(options, islands=tuple(name for name in options.islands if name != AUTO))
+    with TemporaryDirectory(prefix="vitcompress-") as folder:
+        return prepare_quantized(model, Path(folder) / "model.onnx", named, form, **about)[1]
 
 
 def check_options(options: ExportOptions) -> None:

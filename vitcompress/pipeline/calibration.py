@@ -4,10 +4,9 @@ folder.
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 from annotated_types import Ge
@@ -16,8 +15,8 @@ from torch import Tensor, nn
 
 from vitcompress.bench.report.run import check_record
 from vitcompress.errors import ArtifactError, InputError, OutputError
-from vitcompress.exporters.onnx.export import prepare_quantized
-from vitcompress.exporters.options import AUTO, ExportOptions
+from vitcompress.exporters.onnx.export import measure_quantization
+from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.quantize.calibrate import calibrate
 from vitcompress.exporters.quantize.emulate import QuantizedTraining
 from vitcompress.exporters.quantize.graph import Form, Quantization
@@ -134,11 +133,9 @@ def train_quantized(job: Job) -> None:
 
 
 def _measure_settings(job: Job, model: nn.Module) -> Quantization:
-    """What the exports of `model` compute in eight bits; layers that a search would exclude are included."""
+    """What the exports of `model` compute in eight bits."""
     options, seed = job.recipe.export, job.recipe.run.seed
     assert job.data is not None
     measure = Calibration(model, options, job.files, job.data.train, seed, job.progress)
     form: Form = "int32_bias" if {"onnx", "openvino"} & set(options.formats) else "float_bias"
-    named = replace(options, islands=tuple(name for name in options.islands if name != AUTO))
-    with TemporaryDirectory(prefix="vitcompress-") as folder:
-        return prepare_quantized(model, Path(folder) / "model.onnx", named, form, input=job.input, calibrate=measure)[1]
+    return measure_quantization(model, options, form, input=job.input, calibrate=measure)

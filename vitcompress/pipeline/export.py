@@ -14,7 +14,7 @@ from torch import nn
 from vitcompress.bench import suite
 from vitcompress.errors import ArtifactError, CheckFailedError, DeviceError, InputError, PrecisionError
 from vitcompress.exporters.base import Exported, Exporter, ModelInfo, write_sidecar
-from vitcompress.exporters.onnx.export import prepare_quantized
+from vitcompress.exporters.onnx.export import measure_quantization
 from vitcompress.exporters.options import AUTO, ONLY_EIGHT_BITS, ExportOptions
 from vitcompress.exporters.precision import SOFTMAX, expand_layers, present_layers
 from vitcompress.exporters.ranges import check_fp16, scan_ranges
@@ -145,14 +145,13 @@ def _search_layers(
     evaluator = best_evaluator(exporter, original, options, about)
     ranges, ranked = NO_RANGES, dict[str, float]()
     if options.eight_bits:
-        with TemporaryDirectory(prefix="vitcompress-") as folder:
-            path, named = Path(folder) / "model.onnx", replace(options, islands=fixed)
-            settings = prepare_quantized(original.model, path, named, "int32_bias", **about)[1]
-        ranked = rank_layers(original, settings)
+        ranked = rank_layers(original, measure_quantization(original.model, options, "int32_bias", **about))
     elif options.precision == "fp16":
         ranges = scan_ranges(original.model, original.images)
-    about_layers: Any = {"fixed": fixed, "ranges": ranges, "ranked": tuple(ranked)}
-    return search(original, evaluator, options.precision, **about_layers, progress=progress), ranked
+    layers = search(
+        original, evaluator, options.precision, fixed=fixed, ranges=ranges, ranked=tuple(ranked), progress=progress
+    )
+    return layers, ranked
 
 
 def _selected_layers(result: LayerSearch, precision: str, path: Path) -> Layers:
