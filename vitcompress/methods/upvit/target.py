@@ -184,8 +184,9 @@ def _problems(places: Mapping[Space, Place], here: _Layout, there: _Layout) -> l
     problems = []
     different = [name for name in {**here.frame, **there.frame} if here.frame.get(name) != there.frame.get(name)]
     if different:
-        shapes = [_describe_frame(layout.frame.get(different[0])) for layout in (there, here)]
-        change = f"{different[0]}: {shapes[0]} there, {shapes[1]} here"
+        name, frames = different[0], (there.frame, here.frame)
+        shapes = [str(frame.get(name, "no such parameter")).replace("None", "any") for frame in frames]
+        change = f"{name}: {shapes[0]} there, {shapes[1]} here"
         problems.append(f"it takes other images, patches, tokens or classes ({change})")
     if set(there.depths) != set(here.depths):
         problems.append(f"it has blocks in {', '.join(there.depths)}, the model in {', '.join(here.depths)}")
@@ -203,10 +204,6 @@ def _problems(places: Mapping[Space, Place], here: _Layout, there: _Layout) -> l
         if heads > space.heads:
             problems.append(f"it has {heads} heads in {place[0]}, the model {space.heads}")
     return problems if problems or smaller else ["it is as large as the model"]
-
-
-def _describe_frame(shape: tuple[int | None, ...] | None) -> str:
-    return "no such parameter" if shape is None else str(tuple("any" if size is None else size for size in shape))
 
 
 def _check_options(options: UpvitOptions, target: Target, own: tuple[Component, ...]) -> None:
