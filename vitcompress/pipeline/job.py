@@ -117,7 +117,7 @@ def _absolute(path: str | Path | None) -> Any:
     return path if is_name else str(user_path(path or "").absolute())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class JobStep:
     """A pruning step.
 
@@ -135,7 +135,7 @@ class JobStep:
     delta: Plan
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """One run of one recipe, which has the `options` applied.
 
@@ -248,15 +248,37 @@ def create_job(recipe: Recipe, options: RunOptions, runtime: Runtime, progress: 
             method = find_method(step.method)
             reject_unused(step.options, AT_ONCE if number + 1 < len(recipe.steps) else {})
             delta = method.structure(model, family, plan, step.options)
-            folder, info = RunFolder(files.step(number, step.method)), method.describe(step.options)
-            steps.append(JobStep(number, method, step.options, info, folder, model, delta))
+            own = JobStep(
+                number=number,
+                method=method,
+                options=step.options,
+                info=method.describe(step.options),
+                files=RunFolder(files.step(number, step.method)),
+                model=model,
+                delta=delta,
+            )
+            steps.append(own)
             model, plan = surgery.apply_to_copy(model, delta), plan.then(delta)
     except InputError as error:  # steps may be impossible only without the weights' arguments
         if problem is None and isinstance(error, PlanError) and len(recipe.steps) > 1:
             raise PlanError(f"step {number + 1}, {step.method}: {error.message}", hint=error.hint) from None
         raise problem or error from None
-    about = (resolved, problem, base, files, family, tuple(steps), plan, blank, model)
-    return Job(recipe, options, runtime, progress, data, *about)
+    return Job(
+        recipe=recipe,
+        options=options,
+        runtime=runtime,
+        progress=progress,
+        data=data,
+        resolved=resolved,
+        weights_problem=problem,
+        base=base,
+        files=files,
+        family=family,
+        steps=tuple(steps),
+        structure=plan,
+        blank=blank,
+        pruned=model,
+    )
 
 
 def _resolve(recipe: Recipe, options: RunOptions, data: Splits | None) -> tuple[ResolvedModel, WeightsError | None]:

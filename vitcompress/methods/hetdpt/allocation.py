@@ -150,8 +150,17 @@ def allocate_budget(
         for i, (s, p, gap) in enumerate(zip(candidates, predicted, gaps, strict=True))
     )
     margin = float(np.sort(gaps)[1]) if len(gaps) > 1 else None
-    about = (margin, len(tied) > 1, options.tie_break, polynomial, validation.rmse, degrees, splits)
-    return Allocation(chosen, candidates[best], *about)
+    return Allocation(
+        chosen=chosen,
+        best=candidates[best],
+        margin=margin,
+        tie=len(tied) > 1,
+        tie_break=options.tie_break,
+        polynomial=polynomial,
+        rmse=validation.rmse,
+        degrees=degrees,
+        splits=splits,
+    )
 
 
 def _predict(coefficients: Array, splits: Sequence[tuple[int, int]], layers: tuple[int, int], degree: int) -> Array:
