@@ -21,8 +21,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 # The files that take more than 20 s of processor time, the longest ones first.
 LONGEST = ("test_fuzz", "test_onnx_export", "test_interrupted_runs", "test_option_effects", "test_train_quantized")
 LONGEST += ("test_agreement_matrix", "test_simulated_gpu", "test_study", "test_openvino_int8", "test_compositions")
-LONGEST += ("test_fp32_layers", "test_recipe_exports", "test_current_report", "test_self", "test_avx2", "test_manifest")
-LONGEST += ("test_simulated_runtimes", "test_api", "test_smooth", "test_suite", "test_engine_folders")
+LONGEST += ("test_fp32_layers", "test_recipe_exports", "test_current_report", "test_speed", "test_avx2")
+LONGEST += ("test_manifest", "test_simulated_runtimes", "test_api", "test_smooth", "test_suite", "test_engine_folders")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -20,7 +20,7 @@ PACKAGES = {
     "recipes": "vitcompress.recipes",
 }
 
-# Each package imports only from packages before it. `bench.self`, the project's own benchmarks, may import everything.
+# Each package imports only from packages before it.
 ORDER = (
     "__init__",
     "errors",
@@ -38,14 +38,13 @@ ORDER = (
     "bench",
     "pipeline",
     "cli",
-    "bench.self",
     "__main__",
 )
 # Only these packages import the library.
 DOORS = {
-    "timm": {"families", "models", "training", "bench", "bench.self"},
+    "timm": {"families", "models", "training", "bench"},
     "rich": {"cli.output"},
-    "click": {"cli", "bench.self"},
+    "click": {"cli"},
     "pydantic": {"recipe", "io", "exporters", "bench.report", "pipeline"},
     "tomli_w": {"recipe"},
     "onnxruntime": {"exporters"},
@@ -81,7 +80,7 @@ MODULES = modules()
 
 def package(module: str) -> str:
     """The entry of `ORDER` that a module belongs to."""
-    return "bench.self" if module.startswith("bench.self") else module.split(".")[0]
+    return module.split(".")[0]
 
 
 def position(module: str) -> int:

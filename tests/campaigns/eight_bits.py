@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 import vitcompress as vc
+from tests.campaigns.speed import QUANTIZED, prune_recipe
 from vitcompress.bench.artifacts import synthetic_images
-from vitcompress.bench.self.speed import QUANTIZED, prune_recipe
 from vitcompress.exporters.onnx.file import read_onnx
 from vitcompress.exporters.onnx.rounded import open_changed
 from vitcompress.exporters.options import EightBits, ExportOptions

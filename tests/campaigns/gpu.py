@@ -21,17 +21,16 @@ import torch
 from torch import Tensor, nn
 
 import vitcompress as vc
-from vitcompress.bench import environment, suite
+from tests.campaigns.speed import Line, over_macs, prune_recipe, record, write
+from tests.campaigns.speed import describe as describe_ratio
+from vitcompress.bench import suite
 from vitcompress.bench.artifacts import synthetic_images
-from vitcompress.bench.self.speed import describe as describe_ratio
-from vitcompress.bench.self.speed import prune_recipe, write
 from vitcompress.errors import first_line
 from vitcompress.exporters.onnx.providers import CUDA
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.runner import RunnerOptions
 from vitcompress.exporters.tensorrt.flavours import capability
 from vitcompress.families import family_of
-from vitcompress.io.files import write_json
 from vitcompress.methods.upvit.importance import Importance, components
 from vitcompress.models.cost import count_cost
 from vitcompress.models.create import create_model, input_config
@@ -39,7 +38,6 @@ from vitcompress.training.datasets import as_images
 from vitcompress.training.distributed import Runtime
 from vitcompress.training.loaders import EvalLoader
 
-Line = dict[str, Any]
 DEPTH = ("deit_s_hetdpt", "deit_b_hetdpt", "nose_deit_s_4")
 WIDTH = ("up_deit_s", "deit_iso_2_6g", "hetdpt_plus_2_4g", "deit_s_sero", "deit_b_sero")
 # Format, precision, and settings. `+graph`: replayed as a CUDA graph. `+23`: exported with this opset.
@@ -191,18 +189,12 @@ def write_artifact(model: nn.Module, path: Path, kind: str, options: ExportOptio
 def compare_with_macs(bench: suite.Bench, macs: dict[str, int]) -> Line:
     """The only ratio of a benchmark over the ratio of the MACs, with all rows."""
     rows = [{**row, "artifact": label} for label, row in zip(macs, bench.rows, strict=True)]
-    ratio, macs_ratio = bench.ratios[0], macs["dense"] / macs["pruned"]
-    realized = [None if end is None else end / macs_ratio for end in ratio["ci95"]]
     rates = {label: row["images_per_second"] for label, row in zip(macs, bench.rows, strict=True)}
     shares = {label: share_of_peak(2 * macs[label] * rate) for label, rate in rates.items()}
     return {
-        **ratio,
+        **bench.ratios[0],
         **dict(zip("ab", macs, strict=True)),
-        "speedup": ratio["median"],
-        "speedup_ci95": ratio["ci95"],
-        "ratio": ratio["median"] / macs_ratio,
-        "ci95": realized,
-        "macs_ratio": macs_ratio,
+        **over_macs(bench.ratios[0], macs["dense"] / macs["pruned"]),
         "macs": macs,
         "images_per_second": rates,
         "share_of_peak": shares,
@@ -493,13 +485,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.add_argument(f"--{name}", type=str if many else type(value), nargs="+" if many else None, default=value)
     args = vars(parser.parse_args(arguments))
     options = Options(**{name: args[name] for name in vars(default)})
-    facts, lines = environment.facts(), list[Line]()
-    for part in args["parts"]:
-        for line in PARTS[part](options):
-            sys.stdout.write(f"{describe(line)}{rates(line)}\n")
-            sys.stdout.flush()
-            lines.append(line)
-            write_json(args["out"], {"figures": lines, "machine": facts, "settings": vars(options)})
+    lines = (line for part in args["parts"] for line in PARTS[part](options))
+    record(lines, args["out"], vars(options), lambda line: f"{describe(line)}{rates(line)}")
     return 0
 
 

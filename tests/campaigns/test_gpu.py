@@ -3,9 +3,10 @@
 import json
 from pathlib import Path
 
-import gpu
 import pytest
 import torch
+
+from tests.campaigns import gpu
 
 RECIPE = """\
 model = { name = "test_vit", weights = "random", args = { num_classes = 10 } }

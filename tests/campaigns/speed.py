@@ -1,7 +1,14 @@
-"""Dense and pruned models in all runtimes."""
+"""Measure the real gain of pruning on a processor: dense and pruned models in all runtimes.
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+    python -m tests.campaigns.speed [dense realised int8] --threads 1 --out bench/results
+
+Compared measurements are interleaved. Weights are random where no time depends on them.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,11 +18,12 @@ import torch
 from torch import nn
 
 import vitcompress as vc
-from vitcompress.bench import artifacts, suite
+from vitcompress.bench import artifacts, environment, machine, suite
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.quantize.calibrate import calibrate
 from vitcompress.exporters.runtimes import RunnerOptions, available_exporter
 from vitcompress.families import family_of
+from vitcompress.io.files import write_json
 from vitcompress.io.hardware import slow_reason
 from vitcompress.io.text import format_interval, format_ratio, shorten_names
 from vitcompress.methods.table import find_method
@@ -131,10 +139,15 @@ def realised(name: str, dense: nn.Module, pruned: nn.Module, options: Options) -
     """Speed-up of the folded model over its ratio of multiply-accumulates."""
     models = {"dense": dense, name: vc.fold(pruned)}
     before, after = (count_cost(model, input_config(dense).size).macs for model in models.values())
-    line, macs_ratio = compare(models, options.bench), before / after
-    ends = [None if end is None else end / macs_ratio for end in line["ci95"]]
-    figures = {"macs_ratio": macs_ratio, "speedup": line["ratio"], "speedup_ci95": line["ci95"]}
-    return {"what": f"realised {name}", **line, "ratio": line["ratio"] / macs_ratio, "ci95": ends, **figures}
+    line = compare(models, options.bench)
+    return {"what": f"realised {name}", **line, **over_macs(line, before / after)}
+
+
+def over_macs(ratio: Mapping[str, Any], macs_ratio: float) -> Line:
+    """The `median` of a ratio of speeds over the ratio of the MACs, and both."""
+    ends = [None if end is None else end / macs_ratio for end in ratio["ci95"]]
+    figures = {"macs_ratio": macs_ratio, "speedup": ratio["median"], "speedup_ci95": ratio["ci95"]}
+    return {"ratio": ratio["median"] / macs_ratio, "ci95": ends, **figures}
 
 
 def compare(
@@ -170,3 +183,54 @@ def describe(line: Line) -> str:
     if "speedup" in line:
         text += f", {line['speedup']:.3f} times as fast at a MACs ratio of {line['macs_ratio']:.3f}"
     return text
+
+
+def record(lines: Iterable[Line], out: Path, settings: Mapping[str, object], shown: Callable[[Line], str]) -> None:
+    """Print each of `lines` as it is measured, and write all so far to `out`, so that an error loses no result."""
+    facts, figures = environment.facts(), list[Line]()
+
+    def write() -> None:
+        state = {"load_average": machine.cpu_state()["load_average"], "torch_threads": torch.get_num_threads()}
+        write_json(out, {"figures": figures, "machine": facts, **state, "settings": settings})
+
+    write()  # fails now if the file cannot be written
+    for line in lines:
+        sys.stdout.write(f"{shown(line)}\n")
+        sys.stdout.flush()
+        figures.append(line)
+        write()
+
+
+PARTS: dict[str, Callable[[Options], Iterator[Line]]] = {"realised": run_pruned, "dense": run_dense, "int8": run_int8}
+
+
+def positive(text: str) -> int:
+    """A number from 1. Raises ValueError, which argparse reports."""
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the parts, in this order."""
+    default, summaries = Options(), [f"{name}: {str(part.__doc__).splitlines()[0]}" for name, part in PARTS.items()]
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description="\n  ".join([str(__doc__), *summaries]), formatter_class=form)
+    parser.add_argument("parts", nargs="*", help=f"{', '.join(PARTS)} (default: all)")
+    parser.add_argument("--batch", type=positive, default=default.batch, help="images per run")
+    parser.add_argument("--runs", type=positive, default=default.runs, help="timed runs")
+    parser.add_argument("--threads", type=positive, help="of one call of a runtime (default: the runtime's)")
+    parser.add_argument("--out", type=Path, default=Path("bench/results/speed.json"), help="file, or folder")
+    args = parser.parse_args(arguments)
+    names = args.parts or list(PARTS)
+    if unknown := [name for name in names if name not in PARTS]:
+        parser.error(f"there is no part {unknown[0]}")
+    options = Options(args.batch, args.runs, args.threads)
+    out = args.out if args.out.suffix == ".json" else args.out / f"speed-{'-'.join(names)}.json"
+    lines = (line for name in names for line in PARTS[name](options))
+    record(lines, out, {"parts": names, **asdict(options)}, describe)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

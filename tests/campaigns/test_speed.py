@@ -1,4 +1,4 @@
-"""The smallest run of every kind of part of `bench.self`. No time is asserted."""
+"""The smallest run of every part of the campaign on a processor. No time is asserted."""
 
 import json
 from collections.abc import Iterator
@@ -6,21 +6,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import click
 import pytest
 
+from tests.campaigns import speed
 from vitcompress.bench import timing
-from vitcompress.bench.self import __main__ as own
-from vitcompress.bench.self import speed
 from vitcompress.errors import OutputError
 from vitcompress.families import family_of
 from vitcompress.models.create import create_model
 
 TINY = "test_vit"
-
-
-def run(*arguments: str) -> None:
-    own.main(arguments, standalone_mode=False)
 
 
 def test_a_part_prints_and_writes_its_lines(
@@ -29,14 +23,14 @@ def test_a_part_prints_and_writes_its_lines(
     out, options = tmp_path / "speed.json", ["--batch", "1", "--runs", "6", "--out", str(tmp_path / "speed.json")]
     monkeypatch.setattr(speed, "FILES", {"our ONNX": speed.FILES["our ONNX"]})
     monkeypatch.setattr(speed, "DENSE", (TINY,))
-    run("dense", *options)
+    assert speed.main(["dense", *options]) == 0
     written = json.loads(out.read_text())
     (line,) = written["figures"]
     assert line["what"] == f"{TINY}, our ONNX over timm's own ONNX"
     assert line["ci95"][0] <= line["ratio"] <= line["ci95"][1]
     assert [row["artifact"] for row in line["rows"]] == ["timm's own ONNX", "our ONNX"]
     assert all(row["samples_ms"] for row in line["rows"])
-    assert written["settings"] == {"parts": ["dense"], "set": {"batch": 1, "runs": 6}}
+    assert written["settings"] == {"parts": ["dense"], "batch": 1, "runs": 6, "threads": None}
     assert written["machine"]["versions"]["torch"]
     assert f"{line['what']}: " in capsys.readouterr().out
 
@@ -45,7 +39,7 @@ def test_files_in_int8_are_measured_with_all_samples(tmp_path: Path, monkeypatch
     monkeypatch.setattr(speed, "QUANTIZED", ("digits_magnitude",))
     monkeypatch.setitem(timing.PROTOCOLS, "robust", timing.Protocol("robust", min_seconds=0.1))
     monkeypatch.setattr(speed, "SERVED", {name: form for name, form in speed.SERVED.items() if form[0] == "onnx"})
-    run("int8", "--runs", "6", "--out", str(tmp_path / "speed.json"))
+    assert speed.main(["int8", "--runs", "6", "--out", str(tmp_path / "speed.json")]) == 0
     lines = json.loads((tmp_path / "speed.json").read_text())["figures"]
     files = ("dense, ONNX Runtime int8", "digits_magnitude, ONNX Runtime fp32", "digits_magnitude, ONNX Runtime int8")
     assert [line["what"] for line in lines] == [
@@ -63,35 +57,42 @@ def test_an_error_keeps_earlier_results(tmp_path: Path, monkeypatch: pytest.Monk
         yield {"what": "first", "ratio": 1.0, "ci95": [1.0, 1.0]}
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(own.PARTS, "dense", broken)
+    monkeypatch.setitem(speed.PARTS, "dense", broken)
     out = tmp_path / "speed.json"
-    with pytest.raises(click.Abort):
-        run("dense", "--out", str(out))
+    with pytest.raises(KeyboardInterrupt):
+        speed.main(["dense", "--out", str(out)])
     assert [figure["what"] for figure in json.loads(out.read_text())["figures"]] == ["first"]
 
 
 def test_an_unwritable_file_fails_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(own.PARTS, "dense", lambda options: pytest.fail("measured"))
+    monkeypatch.setitem(speed.PARTS, "dense", lambda options: pytest.fail("measured"))
     (tmp_path / "file").touch()
     with pytest.raises(OutputError):
-        run("dense", "--out", str(tmp_path / "file" / "speed.json"))
+        speed.main(["dense", "--out", str(tmp_path / "file" / "speed.json")])
 
 
-@pytest.mark.parametrize("option", ["--batch", "--runs", "--threads"])
-def test_nothing_is_measured_with_a_zero(option: str) -> None:
-    with pytest.raises(click.BadParameter, match="0 is not in the range x>=1"):
-        run("dense", option, "0")
-
-
-def test_an_unknown_part_is_rejected() -> None:
-    with pytest.raises(click.BadParameter, match="'speeed' is not one of 'realised', "):
-        run("speeed")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["dense", "--batch", "0"], "argument --batch: invalid positive value: '0'"),
+        (["dense", "--runs", "0"], "argument --runs: invalid positive value: '0'"),
+        (["dense", "--threads", "0"], "argument --threads: invalid positive value: '0'"),
+        (["speeed"], "there is no part speeed"),
+    ],
+)
+def test_nothing_is_measured_with_wrong_arguments(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        speed.main(arguments)
+    assert message in capsys.readouterr().err
 
 
 def test_every_part_has_a_summary(capsys: pytest.CaptureFixture[str]) -> None:
-    run("--help")
+    with pytest.raises(SystemExit):
+        speed.main(["--help"])
     shown = capsys.readouterr().out
-    assert all(f"  {name}: " in shown for name in own.PARTS)
+    assert all(f"  {name}: " in shown for name in speed.PARTS)
 
 
 def test_speed_is_compared_with_macs() -> None:
