@@ -1,4 +1,4 @@
-"""Tables and sentences about exported files: accuracy, speed, size, and the origin of their weights."""
+"""Exported files of a run folder: which measurements are of them, and tables of accuracy, speed, size and weights."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -93,6 +93,16 @@ class RunResult:
         return [{**check, "command": text} for check, text in pairs if text.startswith("vitcompress verify ")]
 
 
+def _complete_manifest(folder: Path, recipe: Recipe, progress: Progress) -> None:
+    """Write the manifest of a run that was stopped just before. Raises CheckFailedError if a check of the run fails."""
+    if RunFolder(folder).manifest.is_file() or not read_report(folder).get("manifest"):
+        return
+    progress.stage("Verify")
+    if not verify_folder(folder, dense=dense_folder(recipe, folder), progress=progress, adopt=True).passed:
+        hint = f"`vitcompress verify {folder}` lists the checks"
+        raise CheckFailedError(f"{folder} has no manifest, and a check failed", hint=hint)
+
+
 @torch.inference_mode(False)  # it trains, also if the caller has disabled gradients
 def run_recipe(
     recipe: Recipe | str | Path,
@@ -126,12 +136,8 @@ def run_recipe(
             progress.note(f"all is done: {folder}; --fresh starts over")
             if options.expect is not None:
                 dense.check_dense(prepare(recipe, options, runtime, progress, data))
-            unlisted = runtime.is_main and not RunFolder(folder).manifest.is_file()
-            if unlisted and read_report(folder).get("manifest"):  # stopped before it wrote its last file
-                progress.stage("Verify")
-                if not verify_folder(folder, dense=dense_folder(recipe, folder), progress=progress, adopt=True).passed:
-                    hint = f"`vitcompress verify {folder}` lists the checks"
-                    raise CheckFailedError(f"{folder} has no manifest, and a check failed", hint=hint)
+            if runtime.is_main:
+                _complete_manifest(folder, recipe, progress)
         else:
             job = prepare(recipe, options, runtime, progress, data)
             if runtime.is_main:

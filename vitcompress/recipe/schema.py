@@ -71,7 +71,7 @@ class ProtocolTable:
 
     @property
     def changes(self) -> dict[str, int | None]:
-        """The settings that differ from the protocol's."""
+        """The settings of the protocol that can be changed; None: the protocol's value."""
         return {"batch": self.batch, "warmup": self.warmup, "runs": self.runs}
 
 
