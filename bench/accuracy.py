@@ -9,7 +9,6 @@ from typing import TypedDict, cast
 import numpy as np
 import torch
 from timm.data import resolve_data_config
-from torch import Tensor
 
 from vitcompress.bench.report import records
 from vitcompress.bench.report.run import find_speed, read_benchmarks
@@ -95,7 +94,8 @@ def run(artifacts: Sequence[str], options: EvaluateOptions | None = None, progre
         progress.note(describe_skipped(skipped))
     with ExitStack() as stack:
         runners = [_open(artifact, classes, options, stack) for artifact in artifacts]  # all, before any work
-        results = [_evaluate(*one, images, options, progress) for one in zip(runners, benches, strict=True)]
+        pairs = zip(runners, benches, strict=True)
+        results = [_evaluate(*opened, known, images, options, progress) for opened, known in pairs]
     (first, reference), rows = results[0], [row for row, _ in results]
     tests = [{"a": first["artifact"], "b": row["artifact"], **mcnemar(reference, mask)} for row, mask in results[1:]]
     return {"images": len(images), "classes": len(classes), "rows": rows, "mcnemar": cast(list[ComparisonTest], tests)}
@@ -116,34 +116,15 @@ def select_data(artifacts: Sequence[str], options: EvaluateOptions) -> DataOptio
     return data if options.split is None else replace(data, test_split=options.split)
 
 
-class PaddedRunner:
-    """A runner for any batch size: takes up to `batch` images, and repeats the last one up to its smallest batch.
-
-    Files with a fixed batch size, and engines with a smallest one, could not take the last batch of a data set.
-    """
-
-    def __init__(self, runner: Runner, batch: int, preprocessing: Preprocessing) -> None:
-        self.runner = runner
-        self.input, self.remark = _resolve_preprocessing(runner, preprocessing)
-        runner.input = self.input  # with which the runner prepares images for the file
-        least, _, most = runner.describe().get("batch_range") or (1, batch, batch)
-        self._least, self.batch = int(least), int(min(max(batch, least), most))
-
-    def __call__(self, images: Tensor) -> Tensor:
-        missing = max(0, self._least - len(images))
-        return self.runner(torch.cat([images, images[-1:].expand(missing, *images.shape[1:])]))[: len(images)]
-
-
-def _open(artifact: str, classes: Sequence[str], options: EvaluateOptions, stack: ExitStack) -> PaddedRunner:
-    """Open an artifact and check its classes; `stack` closes it."""
+def _open(artifact: str, classes: Sequence[str], options: EvaluateOptions, stack: ExitStack) -> tuple[Runner, str]:
+    """Open an artifact, set its preprocessing and check its classes, with a remark on both; `stack` closes it."""
     runner = open_runner(artifact, options.runner)
     stack.callback(runner.close)
-    padded = PaddedRunner(runner, options.batch, options.preprocessing)
-    count = padded(torch.zeros(1, *runner.input_size)).shape[1]
+    runner.input, used = _resolve_preprocessing(runner, options.preprocessing)
+    count = runner.predict(torch.zeros(1, *runner.input_size)).shape[1]
     if count != len(classes):
         raise ArtifactError(f"{runner.name} has {count} classes, the data has {len(classes)}", hint=OTHER_CLASSES)
-    padded.remark = " ".join(filter(None, (padded.remark, compare_classes(Path(artifact), classes))))
-    return padded
+    return runner, " ".join(filter(None, (used, compare_classes(Path(artifact), classes))))
 
 
 def compare_classes(artifact: Path, classes: Sequence[str]) -> str:
@@ -166,23 +147,27 @@ def compare_classes(artifact: Path, classes: Sequence[str]) -> str:
 
 
 def _evaluate(
-    padded: PaddedRunner,
+    runner: Runner,
+    remark: str,
     benches: Sequence[records.BenchRecord],
     images: Images,
     options: EvaluateOptions,
     progress: Progress,
 ) -> tuple[EvaluationRow, np.ndarray]:
     """One row, and which images are correct: booleans (images,)."""
-    known, runtime = padded.runner.describe(), Runtime(torch.device("cpu"), workers=options.workers)
+    known, runtime = runner.describe(), Runtime(torch.device("cpu"), workers=options.workers)
+    assert runner.input is not None
     progress.stage(f"Evaluate {known['artifact']}")
-    if padded.remark:
-        progress.note(padded.remark)
-    accuracy, mask, _ = evaluate_images(padded, EvalLoader(images, padded.input, padded.batch, runtime), runtime)
+    if remark:
+        progress.note(remark)
+    least = (known.get("batch_range") or (1,))[0]  # fewer images take as long
+    loader = EvalLoader(images, runner.input, max(options.batch, least), runtime)
+    accuracy, mask, _ = evaluate_images(runner.predict, loader, runtime)
     progress.note(f"{accuracy.correct} of {accuracy.total} correct")
     row = {
         **{key: known[key] for key in ("artifact", "runtime", "device", "precision", "threads", "sha256")},
         **accuracy.to_dict(),
-        "input": padded.input.to_dict(),
+        "input": runner.input.to_dict(),
         "speed": find_speed(benches, known["sha256"], {key: known[key] for key in ("runtime", "device", "precision")}),
         "mistakes": np.flatnonzero(~mask).tolist(),
     }

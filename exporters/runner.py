@@ -90,6 +90,15 @@ class Runner(ABC):
     def __call__(self, images: Tensor) -> Tensor:
         """Logits, (batch, classes), float32, on the CPU. images: what `prepare_input` takes, on any device."""
 
+    def predict(self, images: Tensor) -> Tensor:
+        """Logits of any number of images, in calls that the artifact takes.
+
+        More images than its largest batch are several calls; copies of the last image complete its smallest batch.
+        """
+        least, _, most = self.describe().get("batch_range") or (1, 0, len(images))
+        calls = [(part, part[-1:].repeat(max(0, least - len(part)), 1, 1, 1)) for part in images.split(most)]
+        return torch.cat([self(torch.cat(call))[: len(call[0])] for call in calls])
+
     def bind(self, images: Tensor) -> BoundCall:
         """One forward pass of `images` as a call without arguments.
 

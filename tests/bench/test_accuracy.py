@@ -9,6 +9,7 @@ import pytest
 import torch
 from whole_runs import RecordedProgress
 
+import vitcompress as vc
 from vitcompress.bench import accuracy, suite
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters.onnx.export import export
@@ -58,6 +59,8 @@ def test_counts_are_those_of_a_count_by_hand_in_torch_and_onnx(tmp_path: Path) -
     assert [row["runtime"] for row in result["rows"]] == ["torch", "onnxruntime", "onnxruntime"]
     assert all(row["correct"] <= row["correct5"] < row["total"] for row in result["rows"])
     assert result["mcnemar"][0]["p_value"] == 1.0
+    fixed = vc.evaluate(artifacts[2], list(EvalLoader(images, config, 10, Runtime(torch.device("cpu")))))
+    assert (fixed.correct, fixed.total) == (by_hand, len(images))
 
 
 def test_all_are_opened_before_the_first_is_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from contracts import (
 from torch import nn
 
 import vitcompress as vc
-from vitcompress.errors import ArtifactError, InputError, PlanError, WeightsError
+from vitcompress.errors import ArtifactError, InputError, PlanError, VitcompressError, WeightsError
 from vitcompress.families import family_of
 from vitcompress.io.files import write_text
 from vitcompress.io.tensors import load_tensors, read_checkpoint, save_tensors
@@ -181,6 +181,24 @@ def test_models_that_cannot_be_saved_are_rejected_and_nothing_is_written(tmp_pat
         changed.set_submodule(part, replacement)
         with pytest.raises(WeightsError, match=f"is not the model of its plan: {part} differs"):
             save_model(changed, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+CHANGES: dict[str, Any] = {"blocks.0.attn.num_heads": 4, "blocks.1.attn.scale": 1.0, "pool_include_prefix": True}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("create", [vc.create_model, timm.create_model])
+def test_changed_attributes_that_loading_would_not_repeat_are_rejected(name: str, create: Any, tmp_path: Path) -> None:
+    args: dict[str, Any] = {"img_size": 32, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 3}
+    model = create("vit_tiny_patch16_224", **args).eval()
+    model.set_grad_checkpointing(True)  # changes no output
+    model.epochs = 90  # an attribute of the user's own
+    save_model(model, tmp_path / "model")
+    module, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(module), attribute, CHANGES[name])
+    with pytest.raises(VitcompressError, match=rf"{name} differs"):
+        save_model(model, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 

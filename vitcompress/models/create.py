@@ -38,6 +38,8 @@ Side = Annotated[int, Ge(1), Le(LARGEST), WHOLE]  # pixels, or channels
 Size = tuple[int | range | None, ...]  # channels, height and width of images: a number, multiples, or any
 CHANGE = "change the argument in model.args, as in --set model.args.NAME=VALUE"
 MOST_PARAMETERS = 2**36  # ten times as many as the largest model of timm
+# Attributes of modules that change no output in eval mode.
+NO_EFFECT = re.compile("drop|^(training|grad_checkpointing|fused_attn|scale_by_keep|p|inplace)$")
 UNKNOWN = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
 
 
@@ -201,7 +203,9 @@ def rebuild(plan: Plan, tensors: Collection[str]) -> nn.Module:
 def find_difference(model: nn.Module, other: nn.Module) -> str:
     """The first module of another type or settings, or tensor of another shape, in two models; empty if none is."""
     own, others = _structure(model), _structure(other)
-    return next((name or "its class" for name in {**own, **others} if own.get(name, "") != others.get(name, "")), "")
+    names = [name or "its class" for name in {**own, **others} if own.get(name, "") != others.get(name, "")]
+    own, others = _attributes(model), _attributes(other)
+    return next(iter([*names, *(name for name in own if own[name] != others.get(name, own[name]))]), "")
 
 
 def _structure(model: nn.Module) -> dict[str, str]:
@@ -209,6 +213,16 @@ def _structure(model: nn.Module) -> dict[str, str]:
     named, drops = model.named_modules(remove_duplicate=False), (nn.Identity, DropPath, PatchDropout, nn.Dropout)
     types = {n: "" if isinstance(m, drops) else f"{getattr(m, 'replaces', type(m))} {m.extra_repr()}" for n, m in named}
     return types | {name: str(tuple(tensor.shape)) for name, tensor in model.state_dict().items()}
+
+
+def _attributes(model: nn.Module) -> dict[str, object]:
+    """Numbers and texts that modules compute with, such as the number of heads, by the names of their attributes."""
+    return {
+        f"{name}.{key}".lstrip("."): value
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, bool | int | float | str) and not key.startswith("_") and not NO_EFFECT.search(key)
+    }
 
 
 def with_class_names(args: Mapping[str, object], names: Sequence[str]) -> dict[str, object]:

@@ -330,10 +330,10 @@ def evaluate(
         if isinstance(source, BatchLoader):
             changed = {"batch_size": batch_size != 256, "workers": workers != 0}
             source.reject(*(name for name, is_changed in changed.items() if is_changed))
-            return evaluate_loader(runner, source, runtime)
+            return evaluate_loader(runner.predict, source, runtime)
         if runner.input is None:
             raise InputError(f"{model} does not state its preprocessing", hint="pass batches of normalized images")
-        return evaluate_loader(runner, EvalLoader(source, runner.input, batch_size, runtime), runtime)
+        return evaluate_loader(runner.predict, EvalLoader(source, runner.input, batch_size, runtime), runtime)
 
 
 def bench(artifacts: Artifacts, *, progress: Progress | None = None, **options: Any) -> suite.Bench:

@@ -1,13 +1,13 @@
 """From the fine-tuned model to measurements: fold, verify, evaluate, bench."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-from torch import Tensor
+from torch import nn
 
 from vitcompress import surgery
 from vitcompress.bench import suite
@@ -75,10 +75,11 @@ def evaluate_models(job: Job) -> None:
     job.progress.stage("Evaluate on the test images")
     loader = EvalLoader(job.data.test, job.input, job.recipe.finetune.batch_size, job.runtime)
     accuracies, correct, top1 = dict[str, dict[str, object]](), dict[str, np.ndarray](), dict[str, np.ndarray]()
-    for name, predict in _models(job):
+    for name, model in _models(job):
+        predict = model.predict if isinstance(model, Runner) else model
         accuracy, correct[name], top1[name] = evaluate_images(predict, loader, job.runtime)
         flips = int((top1[name] != top1.get("compressed", top1[name])).sum())
-        own = {"sha256": predict.describe()["sha256"], "flips": flips} if isinstance(predict, Runner) else {}
+        own = {"sha256": model.describe()["sha256"], "flips": flips} if isinstance(model, Runner) else {}
         accuracies[name] = {**accuracy.to_dict(), **own}
         job.progress.note(f"{name}: {accuracy.correct} of {accuracy.total} correct")
     tests = {k: mcnemar(correct[a], correct["compressed"]) for k, a in PAIRED_TESTS.items() if a in correct}
@@ -86,7 +87,7 @@ def evaluate_models(job: Job) -> None:
     write_json(job.files.accuracy, {**accuracies, **tests})
 
 
-def _models(job: Job) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
+def _models(job: Job) -> Iterator[tuple[str, nn.Module | Runner]]:
     """One after the other, so that only one is in memory."""
     for name, folder in {"dense": job.dense_folder, "compressed": job.folder, "control": job.files.control}.items():
         if RunFolder(folder).plan.is_file():
