@@ -74,10 +74,20 @@ def test_it_runs_at_every_batch_of_its_range_and_at_no_other(engine: Path) -> No
     with closing(open_runner(engine)) as runner:
         for batch in (1, 3, 8):
             assert close(runner(IMAGES[:batch]), expected(engine, IMAGES[:batch]))
+        many = IMAGES.repeat(2, 1, 1, 1)[:11]
+        assert close(runner.predict(many), expected(engine, many))
         about = runner.describe()
         assert about["device"] == "cuda:0" and about["device_name"] and about["batch_range"] == [1, 4, 8]
     rejected = CliRunner().invoke(main, ["bench", str(engine), "--batch", "9", "--json"])
     assert rejected.exit_code == 2 and "takes batches of 1 to 8, got 9" in json.loads(rejected.stdout)["error"]
+
+
+@pytest.mark.parametrize("name", FLAVOURS)
+def test_a_recipe_that_would_measure_another_batch_is_rejected(name: str) -> None:
+    words = ["recipe", "digits_hetdpt", "--dry-run", "--export", name, "--set", "export.batch=[1,8,64]", "--json"]
+    rejected = CliRunner().invoke(main, words)
+    assert rejected.exit_code == 2 and "bench.batch is 256, outside export.batch" in rejected.stdout
+    assert CliRunner().invoke(main, [*words, "--set", "bench.batch=64"]).exit_code == 0
 
 
 def test_its_layers_are_recorded_and_heavy_ones_compute_in_half_precision(engine: Path) -> None:

@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from vitcompress.bench import suite
 from vitcompress.errors import DataError, InputError, OutputError
 from vitcompress.exporters.options import AUTO
 from vitcompress.exporters.precision import expand_layers
@@ -47,7 +48,7 @@ def prepare(recipe: Recipe, options: RunOptions, runtime: Runtime, progress: Pro
 
 def list_checks(job: Job, *, dry: bool = False, opened: bool = True) -> Iterator[Callable[[], object]]:
     """All checks, in order. dry: they download nothing and measure nothing. opened: the number of classes is known."""
-    yield from (partial(check, job) for check in (check_exports, check_training, check_expect, check_room))
+    yield from (partial(check, job) for check in (check_exports, check_batch, check_training, check_expect, check_room))
     yield partial(check_writable, job.dense_folder)
     yield partial(check_weights, job, download=not dry)
     if opened:
@@ -69,6 +70,17 @@ def check_formats(recipe: Recipe) -> None:
     known = ("torch", *map(runtime_of, {**EXPORTERS, **dict.fromkeys(table.formats)}))
     if unknown := [name for name in recipe.bench.runtimes or () if name not in known]:
         raise InputError(f"bench.runtimes names {unknown[0]!r}", hint=f"use {', '.join(known)}, or leave it out")
+
+
+def check_batch(job: Job) -> None:
+    """Raise InputError if engines would be measured on this machine with a batch that they do not take."""
+    bench, formats, (low, _, high) = job.recipe.bench, job.recipe.export.formats, job.recipe.export.batch
+    (protocol,) = suite.BenchOptions(bench.protocol, bench.batch).protocols()
+    for exporter in map(find_exporter, () if low <= protocol.batch <= high else formats):
+        measured = bench.runtimes is None or runtime_of(exporter.name) in bench.runtimes
+        if measured and "batch" in exporter.uses and exporter.cannot_run() is None:
+            message = f"bench.batch is {protocol.batch}, outside export.batch of {exporter.name}, {low} to {high}"
+            raise InputError(message, hint="set bench.batch or export.batch, or omit the runtime in bench.runtimes")
 
 
 def check_exports(job: Job) -> None:
