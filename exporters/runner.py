@@ -96,7 +96,7 @@ class Runner(ABC):
         More images than its largest batch are several calls; copies of the last image complete its smallest batch.
         """
         least, _, most = self.describe().get("batch_range") or (1, 0, len(images))
-        calls = [(part, part[-1:].repeat(max(0, least - len(part)), 1, 1, 1)) for part in images.split(most)]
+        calls = [(part, part[-1:].repeat(max(0, least - len(part)), 1, 1, 1)) for part in torch.split(images, most)]
         return torch.cat([self(torch.cat(call))[: len(call[0])] for call in calls])
 
     def bind(self, images: Tensor) -> BoundCall:

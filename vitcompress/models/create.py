@@ -204,8 +204,9 @@ def find_difference(model: nn.Module, other: nn.Module) -> str:
     """The first module of another type or settings, or tensor of another shape, in two models; empty if none is."""
     own, others = _structure(model), _structure(other)
     names = [name or "its class" for name in {**own, **others} if own.get(name, "") != others.get(name, "")]
-    own, others = _attributes(model), _attributes(other)
-    return next(iter([*names, *(name for name in own if own[name] != others.get(name, own[name]))]), "")
+    settings, expected = _attributes(model), _attributes(other)
+    names += [name for name, value in settings.items() if value != expected.get(name, value)]
+    return names[0] if names else ""
 
 
 def _structure(model: nn.Module) -> dict[str, str]:
