@@ -128,6 +128,9 @@ def plot(runs: Mapping[str, Report], path: Path) -> Path:
     if not any(point.ratio for point in shown):
         reasons = "; ".join(f"{Path(name).name}: {_gap(report)}" for name, report in runs.items())
         raise InputError(f"none of these runs has both an accuracy and a speed to plot: {reasons}")
+    settings = [f"{point.runtime}, batch {point.ratio['batch']}" if point.ratio else "" for point in shown]
+    common = {*settings} - {""}
+    where = f" ({common.pop()})" if len(common) == 1 else ""  # else beside each run
     figure = new_figure(7, 4 + 0.2 * len(shown))
     axes = figure.subplots()
     for number, point in enumerate(shown):
@@ -135,13 +138,13 @@ def plot(runs: Mapping[str, Report], path: Path) -> Path:
         left, right = point.ratio["ci95"] if point.ratio else (None, None)
         low, high = (100 * end for end in point.accuracy["top1_ci95"])
         style = {"color": COLORS[number % len(COLORS)], "marker": MARKS[number % len(MARKS)]}
-        style["label"] = wrap(point.run, 6.4)  # inches, beside the mark
+        label = f"{point.run}, {settings[number]}" if point.ratio and not where else point.run
+        style["label"] = wrap(label, 6.4)  # inches, beside the mark
         style |= {} if point.ratio else {"color": "gray", "mfc": "white"}
         bar = None if left is None or right is None else [[x - left], [right - x]]  # None: too few rounds
         axes.errorbar([x], [y], xerr=bar, yerr=[[y - low], [high - y]], ls="none", capsize=3, **style)
     axes.axvline(1.0, linestyle=":", color="lightgray")
-    settings = dict.fromkeys(f"{point.runtime}, batch {point.ratio['batch']}" for point in shown if point.ratio)
-    axes.set(xlabel=f"times as fast as its dense model ({' or '.join(settings)})", ylabel="top-1 on the test images, %")
+    axes.set(xlabel=f"times as fast as its dense model{where}", ylabel="top-1 on the test images, %")
     axes.set_title("bars: 95 % intervals", fontsize="small", loc="left")
     figure.legend(fontsize="small", loc="outside lower center")  # where it hides no interval
     return save_figure(figure, path)

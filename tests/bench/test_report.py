@@ -309,6 +309,27 @@ def test_the_plot_names_each_run_and_the_batch_size(
     assert figure.axes[0].get_xlabel() == "times as fast as its dense model (onnxruntime, batch 2)"
 
 
+def test_the_plot_of_runs_with_several_batch_sizes_states_that_of_each(
+    measured: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The label of the axis listed all of them, ran over both edges, and left open which run had which."""
+    figures: list[Any] = []
+    monkeypatch.setattr(compare, "save_figure", lambda figure, path: figures.append(figure))
+    entry, runs = measured[1]["bench"][0], {}
+    for batch in (2, 8, 256):
+        ratio = {**entry["ratios"][0], "batch": batch}
+        rows = [{**row, "batch": batch} for row in entry["rows"]]
+        runs[f"run{batch}"] = {**measured[1], "bench": [{**entry, "rows": rows, "ratios": [ratio]}]}
+    compare.plot(runs, tmp_path / "plot.png")
+    (figure,) = figures
+    figure.draw_without_rendering()
+    label = figure.axes[0].xaxis.label
+    assert label.get_window_extent().x0 >= 0 and label.get_window_extent().x1 <= figure.bbox.x1
+    assert label.get_text() == "times as fast as its dense model"
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == ["dense", *(f"run{batch}, onnxruntime, batch {batch}" for batch in (2, 8, 256))]
+
+
 def test_the_cost_of_a_model_fits_the_report() -> None:
     counted = count_cost(build("plain", dtype=torch.float32), (3, 8, 8)).to_dict()
     rows = run.cost_table({"recipe": "x", "cost": {"dense": counted, "compressed": counted}}).rows
