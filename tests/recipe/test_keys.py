@@ -79,6 +79,8 @@ def test_the_command_and_the_hint_at_an_unknown_key(tmp_path: Path, monkeypatch:
     assert done.exit_code == 0 and "finetune.epochs" in done.stdout and "passes over the training" in done.stdout
     listed = json.loads(CliRunner().invoke(cli.main, ["recipes", "keys", "random", "--json"]).stdout)
     assert listed[0]["key"].startswith("step.0.")
+    done = CliRunner().invoke(cli.main, ["recipes", "keys", "fold"])  # printed nothing
+    assert done.exit_code == 0 and not done.stdout and "fold has no options" in done.stderr and "--all" in done.stderr
     message = expect_error("recipe", "small.toml", "--set", "step.0.prunedlayers=3")
     assert "unknown key" in message and "`vitcompress recipes keys random --all`" in message
     assert "keys" not in expect_error("recipe", "small.toml", "--set", "finetune.epochs=-1")

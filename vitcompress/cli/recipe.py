@@ -149,11 +149,13 @@ def keys(source: str, every: bool) -> int:
 
     With type, default, description and the recipe's value. Keys are the same in TOML and with --set.
     """
-    with show_progress():
+    with show_progress() as progress:
         from vitcompress.cli.output.terminal import print_pairs
         from vitcompress.recipe.keys import Key, keys_of
 
         listed = keys_of(source, every)
+        if not listed:
+            progress.note(f"{source} has no options; --all lists the keys of the other tables of a recipe")
 
     def describe(key: Key) -> str:
         """Description, type, default, and the recipe's value if it differs."""
