@@ -98,7 +98,7 @@ def summary_table(report: records.Report) -> Table:
     rows.append(_count_row("parameters", dense["params"], compressed["params"]))
     rows.append(_count_row("MACs per image", dense["macs"], compressed["macs"]))
     entries = report.get("bench") or ()
-    rows += [row for entry in entries for row in _speed_rows(entry)]
+    rows += _speed_rows(entries)
     rows += [] if entries else [(name, NOT_MEASURED, NOT_MEASURED, "") for name in ("latency", "throughput")]
     sizes = report.get("files") or {}
     for name, after in sizes.items():
@@ -131,9 +131,19 @@ def _accuracy_rows(report: records.Report) -> Iterator[Row]:
         yield f"accuracy, before: control (dense, {more})", files.format_accuracy(control), after, points["the control"]
 
 
-def _speed_rows(entry: records.BenchRecord) -> Iterator[Row]:
-    """Latency and throughput of each pair of a dense and a compressed artifact that were interleaved, and one ratio."""
-    for dense, compressed, ratio in files.pairs(entry):
+def _speed_rows(entries: Iterable[records.BenchRecord]) -> Iterator[Row]:
+    """Latency and throughput of each pair of a dense and a compressed artifact that were interleaved, and one ratio.
+
+    Of measurements of one pair with the same settings, the latest that was not disturbed, else the latest.
+    """
+    best: dict[tuple[Any, ...], tuple[bool, Any]] = {}
+    for entry in entries:
+        disturbed = bool(entry.get("disturbed"))
+        for pair in files.pairs(entry):
+            key = pair[0]["artifact"], pair[1]["artifact"], pair[2]["batch"], *map(pair[0].get, files.SETTINGS)
+            if key not in best or (best[key][0] and not disturbed):
+                best[key] = disturbed, pair
+    for _, (dense, compressed, ratio) in best.values():
         where = f"{dense['runtime']} {dense['device']} {_format_precision(dense)}, batch {dense['batch']}"
         times = [row["latency_ms"]["p50"] for row in (dense, compressed)]
         rates = [row["images_per_second"] for row in (dense, compressed)]

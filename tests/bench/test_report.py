@@ -330,6 +330,20 @@ def test_the_plot_of_runs_with_several_batch_sizes_states_that_of_each(
     assert names == ["dense", *(f"run{batch}, onnxruntime, batch {batch}" for batch in (2, 8, 256))]
 
 
+def test_the_summary_has_one_speed_of_each_setting(measured: tuple[Path, dict[str, Any]]) -> None:
+    """Repeated measurements gave rows with the same name and other values. The latest undisturbed one is shown."""
+    (entry, *_) = measured[1]["bench"]
+    old, quiet, disturbed = (
+        {**entry, "disturbed": bad, "ratios": [{**entry["ratios"][0], "median": median, "ci95": [median, median]}]}
+        for median, bad in ((1.1, False), (1.2, False), (1.3, True))
+    )
+    for entries, shown in (([disturbed, quiet, old], "1.20x"), ([disturbed], "1.30x")):
+        rows = run.summary_table({**measured[1], "bench": entries}).rows
+        speeds = [row for row in rows if row[0].startswith(("latency", "throughput", "speed-up"))]
+        assert len(speeds) == len({row[0] for row in speeds}) == 3
+        assert speeds[-1][-1].startswith(shown)
+
+
 def test_the_cost_of_a_model_fits_the_report() -> None:
     counted = count_cost(build("plain", dtype=torch.float32), (3, 8, 8)).to_dict()
     rows = run.cost_table({"recipe": "x", "cost": {"dense": counted, "compressed": counted}}).rows
