@@ -24,11 +24,10 @@ from vitcompress.recipe.load import load_recipe_of_run
 from vitcompress.training.data import open_test
 from vitcompress.training.datasets import Images, describe_skipped, few
 from vitcompress.training.distributed import Runtime
-from vitcompress.training.loaders import EvalLoader
+from vitcompress.training.loaders import CHANNELS, EvalLoader
 from vitcompress.training.metrics import evaluate_images, mcnemar
 from vitcompress.training.options import BUILT_IN, DataOptions
 
-CHANNELS = (1, 3)  # of images that can be read from a data set
 OTHER_CLASSES = "evaluate it on data with its own classes"  # a hint
 
 

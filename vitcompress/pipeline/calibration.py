@@ -78,7 +78,7 @@ class Calibration:
         cache = self.files.ranges / f"{model_digest(self.model, settings, images)}.json"
         check_unchanged(self.files.path, cache)
         known = dict[str, float]()
-        with suppress(ArtifactError):  # damaged, in a folder without a manifest: measured again
+        with suppress(ArtifactError):  # no such file, or a damaged one in a folder without a manifest
             known = check_record(cache, read_json(cache), Sizes)
         self.ranges = known or calibrate(source, images, precision, method)
         if self.files.plan.is_file() and not known:

@@ -22,7 +22,7 @@ from vitcompress.pipeline.latency import check_clock, check_latency
 from vitcompress.recipe.schema import Recipe
 from vitcompress.training.data import Splits, open_data
 from vitcompress.training.distributed import Runtime
-from vitcompress.training.loaders import EvalLoader
+from vitcompress.training.loaders import check_channels
 from vitcompress.training.loop import check_options
 
 # float32 weights of the dense model and of the compressed one before and after folding, their exports, and one file
@@ -107,7 +107,7 @@ def check_training(job: Job) -> None:
         return
     if not job.data.test:  # only data from Python may have none
         raise DataError("the data has no test images to evaluate the result on", hint="add them, or use vc.finetune")
-    EvalLoader(job.data.test, job.input, 1, job.runtime)  # rejects images of other channels
+    check_channels(job.data.test, job.input)
     for options in (job.recipe.dense, *reversed(job.trainings)):
         if options is not None:
             check_options(options, job.data.train, job.data.heldout, job.input, job.runtime)

@@ -120,8 +120,8 @@ class MappedImages(Images):
             samples = getattr(getattr(dataset, "reader", None), "samples", None) or ()
             labels = dataset.targets if hasattr(dataset, "targets") else [sample[1] for sample in samples]
             if len(labels) != len(dataset):
-                labels = [dataset[i][1] for i in range(len(dataset))]
-            elif transform := getattr(dataset, "target_transform", None):  # items have it already
+                labels = [dataset[i][1] for i in range(len(dataset))]  # with the target_transform
+            elif transform := getattr(dataset, "target_transform", None):
                 labels = [transform(label) for label in np.asarray(labels).tolist()]
             self.dataset, self.labels = dataset, np.asarray(labels, np.int64)
             if self.labels.ndim != 1 or (self.labels != np.asarray(labels)).any():

@@ -24,6 +24,8 @@ from vitcompress.training.datasets import Images, as_images, check_batch, is_map
 from vitcompress.training.distributed import Runtime, derived_seed
 from vitcompress.training.options import Augmentation
 
+CHANNELS = (1, 3)  # of images that can be read from a data set
+
 Transform = Callable[[Image.Image], Tensor]
 
 
@@ -180,6 +182,13 @@ def open_source(data: Any, runtime: Runtime, model: Any = None, *, once: bool = 
     return BatchLoader(data, runtime, size, classes)
 
 
+def check_channels(dataset: Images, input: InputConfig) -> None:
+    """Raise InputError if the model takes images of other channels than files have."""
+    if not dataset.prepared and (channels := input.size[0]) not in CHANNELS:
+        message = f"the model takes images of {channels} channels, and files have 1 or 3"
+        raise InputError(message, hint="use vc.finetune and vc.evaluate with tensors, or --structure-only")
+
+
 def _prefetch(
     dataset: Images,
     input: InputConfig,
@@ -193,9 +202,7 @@ def _prefetch(
     Worker processes are restarted every epoch: a persistent worker keeps its random state, and a resumed run would
     differ from an uninterrupted one.
     """
-    if not dataset.prepared and (channels := input.size[0]) not in (1, 3):
-        message = f"the model takes images of {channels} channels, and files have 1 or 3"
-        raise InputError(message, hint="use vc.finetune and vc.evaluate with tensors, or --structure-only")
+    check_channels(dataset, input)
     active = None if augmentation is None or augmentation.no_aug else augmentation  # it changes images
     if dataset.prepared and active:
         message = "crop, flip, color and erasing need PIL images, and the data set gives tensors"

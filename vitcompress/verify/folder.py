@@ -237,7 +237,8 @@ def recorded_images(folder: Path, model: nn.Module) -> tuple[Tensor, bool]:
 def noise_images(model: nn.Module, plan: Plan) -> Tensor:
     """Images of noise in the input size of `model`, always the same: (count, channels, height, width)."""
     size = input_config(model).size
-    return torch.randn(min(image_count(plan), FEW_IMAGES), *size, generator=torch.Generator().manual_seed(0))
+    count = min(image_count(plan), FEW_IMAGES)
+    return torch.randn(count, *size, generator=torch.Generator().manual_seed(0))
 
 
 def image_count(plan: Plan) -> int:

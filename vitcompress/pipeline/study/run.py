@@ -87,7 +87,8 @@ def run_study(study: Study, options: StudyOptions, progress: Progress = SILENT) 
     with claim_folder(folder):
         write_json(folder / MARK, {"study": study.name})
         execute_runs(runs, options.jobs, progress)
-        result = write_results(folder, study, runs, measure_speed(folder, study, runs, options.speed, progress))
+        speed = measure_speed(folder, study, runs, options.speed, progress)
+        result = write_results(folder, study, runs, speed)
     try:
         draw(result, folder / "pictures")
     except MissingExtraError as error:
