@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from contracts import build, contract, having, kept_channels
@@ -17,10 +18,10 @@ from vitcompress.verify.files import compare_contents, contents_of
 from vitcompress.verify.outputs import PlannedOriginal
 
 
-def pruned(variant: str) -> tuple[nn.Module, nn.Module, Plan]:
+def pruned(variant: str, **args: Any) -> tuple[nn.Module, nn.Module, Plan]:
     """A dense model, the same model without an attention, an activation and some channels, folded, and its plan."""
-    dense = build(variant, dtype=torch.float32)
-    base = contract(variant).plan
+    dense = build(variant, dtype=torch.float32, **args)
+    base = contract(variant, **args).plan
     acts = [] if family_of(dense).not_foldable else having(dense, "activation", [1])
     plan = base.then(depth_plan(dense, base, having(dense, "attention", [0]), acts))
     plan = replace(plan, kept=kept_channels(surgery.apply_to_copy(dense, plan), {"mlp", "v"}))

@@ -168,12 +168,18 @@ def _find_gathered(stored: Stored, missing: Mapping[str, Tensor], tensors: Mappi
     for name, table in missing.items():
         index = tensors.get(f"{name.removesuffix('bias_table')}index")
         kinds = [kind for kind in (table.dtype, torch.float32) if stored.size == count * kind.itemsize]
-        if kinds and index is not None and tuple(stored.shape)[-3:] == (table.shape[1], *index.shape):
-            values = torch.frombuffer(bytearray(stored.read()), dtype=kinds[0]).view(stored.shape)
-            biases = table.detach().cpu()[index.cpu()].permute(2, 0, 1)
-            if ((values == biases) | (values == biases + WINDOW_MASK)).all():
+        if not kinds or index is None:
+            continue
+        values = torch.frombuffer(bytearray(stored.read()), dtype=kinds[0]).view(stored.shape)
+        rows = table.detach().cpu()[index.flatten().cpu()]  # large ones are reshaped by the graph, as torch.onnx folds
+        for biases in (rows, rows.T.view(-1, *index.shape)):
+            if values.shape[-biases.ndim :] == biases.shape and _is_masked(values, biases):
                 return name
     return None
+
+
+def _is_masked(values: Tensor, biases: Tensor) -> bool:
+    return bool(((values == biases) | (values == biases + WINDOW_MASK)).all())
 
 
 def _is_constant(stored: Stored) -> bool:
