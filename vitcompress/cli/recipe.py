@@ -115,10 +115,10 @@ def recipes(ctx: click.Context, count: bool) -> int:
         return 0
     if not count:
         from vitcompress.cli.output.terminal import print_pairs
-        from vitcompress.methods.options import ABLATIONS
+        from vitcompress.methods.options import ABLATION_NAMES
 
         def draw(summaries: dict[str, str]) -> None:
-            print_pairs(sorted(summaries.items(), key=lambda pair: bool(shipped.methods(pair[0]) & {*ABLATIONS})))
+            print_pairs(sorted(summaries.items(), key=lambda pair: bool(shipped.methods(pair[0]) & {*ABLATION_NAMES})))
 
         return print_result(shipped.summaries(), draw)
     with show_progress(collect=False) as progress:

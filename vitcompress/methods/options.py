@@ -318,7 +318,7 @@ OPTIONS: dict[str, type[Any]] = {
     "random": RandomOptions,
     "fixed": FixedOptions,
 }
-ABLATIONS = ("activation_only", "te_static", "hetdpt_no_step1", "hetdpt_no_step2", "random", "fixed")
+ABLATION_NAMES = ("activation_only", "te_static", "hetdpt_no_step1", "hetdpt_no_step2", "random", "fixed")
 
 
 def find_options(method: str) -> type[Any]:
