@@ -502,7 +502,7 @@ def test_class_names_survive_saving(tmp_path: Path) -> None:
     model.reset_classifier(2)
     save_model(model, tmp_path / "other")
     assert class_names_of(load_model(tmp_path / "other")) == ()
-    with pytest.raises(InputError, match="3 class names, but the model has 2 classes"):
+    with pytest.raises(InputError, match="3 class names, but the model has 2 classes\ngive one name"):
         save_model(model, tmp_path / "wrong", classes=names)
     with pytest.raises(InputError, match="2 class names, but the model has 3 classes"):
         resolve_model(VIT, OWN, class_names=names[:2])

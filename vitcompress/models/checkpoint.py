@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitcompress.errors import ArtifactError, InputError, PlanError, WeightsError, lines_of
+from vitcompress.errors import ArtifactError, PlanError, WeightsError, lines_of
 from vitcompress.families import Family, Site, family_of
 from vitcompress.io.files import parse_plain, read_text, user_path, write_text
 from vitcompress.io.hardware import check_device
@@ -70,8 +70,7 @@ def save_model(model: nn.Module, folder: str | Path, classes: Sequence[str] | No
         raise ArtifactError(f"{folder} is {'not empty' if folder.is_dir() else 'a file'}", hint="choose a new folder")
     model = create.prepared(model)
     if classes is not None:
-        if len(classes) != (count := getattr(model, "num_classes", None)):
-            raise InputError(f"{len(classes)} class names, but the model has {count} classes")
+        create.check_class_names(classes, model)
         plan = replace(plan, arch_args=create.with_class_names(plan.arch_args, classes))
     write_model(folder, model, plan)
     write_manifest(folder)

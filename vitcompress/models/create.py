@@ -233,6 +233,13 @@ def with_class_names(args: Mapping[str, object], names: Sequence[str]) -> dict[s
     return {key: value for key, value in args.items() if key != OVERLAY} | ({OVERLAY: overlay} if overlay else {})
 
 
+def check_class_names(names: Sequence[str], model: nn.Module) -> None:
+    """Raise InputError if `model` has another number of classes."""
+    if len(names) != (count := getattr(model, "num_classes", None)):
+        hint = "give one name per class, in the order of the classifier's outputs"
+        raise InputError(f"{len(names)} class names, but the model has {count} classes", hint=hint)
+
+
 def class_names_of(model: nn.Module) -> tuple[str, ...]:
     """The class names of `model`; empty if they are unknown or of another classifier."""
     names = getattr(model, "pretrained_cfg", {}).get(LABELS) or ()

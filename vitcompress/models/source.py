@@ -116,8 +116,8 @@ def resolve_model(
     values, value_sources = _preprocessing(arch, blank, file, overlay, preprocessing or {})
     config, count = create.input_config(blank), int(getattr(blank, "num_classes", 0))
     overlay |= {name: value for name, value in values.items() if value != _plain(getattr(config, name))}
-    if class_names and len(class_names) != count:
-        raise InputError(f"{len(class_names)} class names, but the model has {count} classes", hint=CLASSES_HINT)
+    if class_names:
+        create.check_class_names(class_names, blank)
     names = tuple(class_names) or (file.class_names if len(file.class_names) == count else ())
     sources |= {"model": FROM_RECIPE, **value_sources}
     facts = _facts(blank)

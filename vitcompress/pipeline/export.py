@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from vitcompress.bench import suite
-from vitcompress.errors import ArtifactError, CheckFailedError, DeviceError, InputError, PrecisionError
+from vitcompress.errors import ArtifactError, CheckFailedError, DeviceError, PrecisionError
 from vitcompress.exporters.base import Exported, Exporter, ModelInfo, write_sidecar
 from vitcompress.exporters.onnx.export import measure_quantization
 from vitcompress.exporters.options import AUTO, ONLY_EIGHT_BITS, ExportOptions
@@ -28,7 +28,7 @@ from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.text import format_percent, format_speedup
 from vitcompress.models.checkpoint import load_model
 from vitcompress.models.cost import count_by_module
-from vitcompress.models.create import class_names_of, current_plan, input_config
+from vitcompress.models.create import check_class_names, class_names_of, current_plan, input_config
 from vitcompress.pipeline.calibration import Calibration
 from vitcompress.pipeline.fp32_layers import NO_RANGES, Layers, LayerSearch, best_evaluator, rank_layers, search
 from vitcompress.pipeline.job import Job
@@ -66,8 +66,8 @@ def write_export(
     model, result = original.model, None
     exporter.check_model(model, options)
     classes = classes or class_names_of(model)
-    if classes and len(classes) != (count := getattr(model, "num_classes", None)):
-        raise InputError(f"{len(classes)} class names, but the model has {count} classes")
+    if classes:
+        check_class_names(classes, model)
     about: ModelInfo = {"input": input_config(model), "classes": classes, "plan_digest": current_plan(model).digest}
     about["traces"] = {} if traces is None else traces
     if calibration is not None:
