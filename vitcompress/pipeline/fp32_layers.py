@@ -36,8 +36,8 @@ from vitcompress.exporters.tensorrt.flavours import capability
 from vitcompress.io.checks import Check
 from vitcompress.io.progress import SILENT, Progress
 from vitcompress.plan import is_within
+from vitcompress.training.metrics import kl_divergence
 from vitcompress.verify.outputs import Original, output_checks, rounded_checks
-from vitcompress.verify.tolerance import kl_divergence
 
 CHEAP, COSTLY = ("head", "softmax", "norm"), ("ffn",)  # kinds of layers
 RANK_IMAGES = 16

@@ -1,4 +1,4 @@
-"""Accuracy with its counts, its confidence interval, and a test of differences.
+"""Accuracy with its counts, its confidence interval, and a test of differences; the divergence of outputs.
 
 Sums are taken over all processes in float64; every image is counted exactly once.
 """
@@ -171,6 +171,15 @@ def guessed(correct: int, labels: np.ndarray) -> bool:
     That share must be below the lower end of Wilson's 95 % interval to count as better.
     """
     return wilson(correct, len(labels))[0] <= int(np.max(np.bincount(labels))) / len(labels)
+
+
+def kl_divergence(expected: Tensor, outputs: Tensor) -> Tensor:
+    """KL(expected || outputs) of the probabilities of logits, (..., classes) -> (...), in nats, computed in float64.
+
+    The losses of trainings are `losses.soft_loss`, with a temperature and in the type of the training.
+    """
+    log_p, log_q = expected.double().log_softmax(-1), outputs.double().log_softmax(-1)
+    return functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1).clamp(min=0)
 
 
 def random_images(dataset: Images, input: InputConfig, count: int, seed: int) -> Tensor:

@@ -64,7 +64,7 @@ from vitcompress.models.cost import count_cost
 from vitcompress.models.create import InputConfig, create_on_meta
 from vitcompress.plan import Plan
 from vitcompress.surgery.shapes import PlannedTensor, planned_tensors
-from vitcompress.training.metrics import wilson
+from vitcompress.training.metrics import kl_divergence, wilson
 from vitcompress.verify import tolerance
 
 # The type whose roundings a precision has: tf32 is as precise as fp16.
@@ -125,7 +125,7 @@ def compare(expected: Tensor, outputs: Tensor, limits: "Limits", image: Tensor |
     nearest = ((1 - cosine) / turns).argmax()
     total, flips, errors = (len(torch.unique(images)) for images in (image, image[flipped], image[unexplained]))
     error = largest_difference(exact, outputs) / scale
-    kl = tolerance.kl_divergence(exact, outputs)
+    kl = kl_divergence(exact, outputs)
     return Comparison(total, flips, errors, float(kl.max()), float(cosine[nearest]), float(turns[nearest]), error)
 
 

@@ -32,12 +32,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vitcompress.exporters.quantize.emulate import EightBitProducts, stored_tensors
 from vitcompress.exporters.quantize.graph import Quantization
 from vitcompress.exporters.ranges import SeparateOperations
+from vitcompress.training.metrics import kl_divergence
 
 FALSE_ALARMS = 1e-6  # p
 DRAWS = 2  # E M is the mean of their M; with tens of logits or more, M itself hardly varies
@@ -256,12 +256,6 @@ def _limit(wide: nn.Module, images: Tensor, perturbed: Callable[[Tensor], Tensor
     norms = sum(float((logits - clean).norm(dim=1).max()) for logits in draws)
     roots = sum(float(kl_divergence(clean, logits).max()) ** 0.5 for logits in draws)
     return Rounding(factor * errors, factor * norms, (factor * roots) ** 2)
-
-
-def kl_divergence(expected: Tensor, outputs: Tensor) -> Tensor:
-    """KL(expected || outputs) of the probabilities of each row of logits, (rows,), in nats, computed in float64."""
-    logs = (outputs.double().log_softmax(1), expected.double().log_softmax(1))
-    return F.kl_div(*logs, reduction="none", log_target=True).sum(1).clamp(min=0)
 
 
 class _Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]

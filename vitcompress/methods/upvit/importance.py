@@ -25,6 +25,7 @@ from vitcompress.plan import enclosing_module
 from vitcompress.surgery import replace_module
 from vitcompress.surgery.masks import delete_channels, deleting_modules
 from vitcompress.training.loaders import EvalLoader
+from vitcompress.training.metrics import kl_divergence
 
 ROUNDS = 8  # iterations for the v_i
 Start = tuple[str, Tensor] | None  # a block and its output
@@ -53,12 +54,8 @@ def components(spaces: Sequence[Space]) -> tuple[Component, ...]:
 
 
 def divergence(logits: Tensor, changed: Tensor) -> Tensor:
-    """sum over images of KL(softmax(logits) || softmax(changed)). (images, classes) and (groups x images, classes) ->
-    (groups,), float64, at least 0.
-    """
-    log_q = torch.log_softmax(logits.double(), dim=-1)
-    log_p = torch.log_softmax(changed.double(), dim=-1).reshape(-1, *logits.shape)
-    return (log_q.exp() * (log_q - log_p)).sum(dim=(1, 2)).clamp(min=0.0)
+    """`kl_divergence`, summed over images: (images, classes) and (groups x images, classes) -> (groups,)."""
+    return kl_divergence(logits, changed.reshape(-1, *logits.shape)).sum(-1)
 
 
 class _Replay(nn.Module):
