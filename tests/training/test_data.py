@@ -303,7 +303,7 @@ def test_an_image_that_breaks_later_is_named_in_one_sentence(tmp_path: Path, wor
 def test_two_processes_see_the_batches_of_one(augmentation: Augmentation) -> None:
     data = numbered(250)
     loaders = [
-        TrainLoader(data, INPUT, augmentation, size, 0, runtime)
+        TrainLoader(data, INPUT, size, runtime, augmentation=augmentation, seed=0)
         for size, runtime in ((8, CPU), (4, RANKS[0]), (4, RANKS[1]))
     ]
     for loader in loaders:
@@ -317,7 +317,7 @@ def test_two_processes_see_the_batches_of_one(augmentation: Augmentation) -> Non
 
 def test_the_order_depends_on_seed_and_epoch_only() -> None:
     def order(seed: int, epoch: int) -> list[int]:
-        loader = TrainLoader(numbered(40), INPUT, Augmentation(), 8, seed, CPU)
+        loader = TrainLoader(numbered(40), INPUT, 8, CPU, augmentation=Augmentation(), seed=seed)
         loader.set_epoch(epoch)
         return flat(loader)
 
@@ -332,7 +332,7 @@ def test_evaluation_gives_every_image_to_one_process(count: int) -> None:
 
 
 def test_the_default_augmentation_changes_nothing() -> None:
-    images, targets = next(iter(TrainLoader(numbered(8), INPUT, Augmentation(), 8, 0, CPU)))
+    images, targets = next(iter(TrainLoader(numbered(8), INPUT, 8, CPU, augmentation=Augmentation(), seed=0)))
     assert images.dtype == torch.float32 and targets.tolist() == [n % 2 for n in numbers(images)]
     assert torch.equal(images, images[:, :, :1, :1].expand_as(images))
 
@@ -340,7 +340,7 @@ def test_the_default_augmentation_changes_nothing() -> None:
 def test_noise_has_the_configured_standard_deviation() -> None:
     torch.manual_seed(0)
     data = ArrayImages(np.full((256, 4, 4), 51, np.uint8), np.arange(256) % 2)
-    images, _ = next(iter(TrainLoader(data, INPUT, Augmentation(noise=0.5), 256, 0, CPU)))
+    images, _ = next(iter(TrainLoader(data, INPUT, 256, CPU, augmentation=Augmentation(noise=0.5), seed=0)))
     count = images.numel()
     # mean and variance of `count` normal draws, to five standard errors
     assert abs(float(images.mean()) - 0.2) < 5 * 0.5 / count**0.5
@@ -349,7 +349,7 @@ def test_noise_has_the_configured_standard_deviation() -> None:
 
 def test_mixed_targets_are_probabilities_over_all_classes() -> None:
     augmentation = Augmentation(mixup=0.8, cutmix=1.0, smoothing=0.1)
-    loader = TrainLoader(numbered(8), INPUT, augmentation, 4, 0, CPU, classes=5)
+    loader = TrainLoader(numbered(8), INPUT, 4, CPU, augmentation=augmentation, seed=0, classes=5)
     _, targets = next(iter(loader))
     assert targets.shape == (4, 5)
     assert torch.allclose(targets.sum(dim=1), torch.ones(4)) and float(targets.min()) == pytest.approx(0.02)
@@ -359,14 +359,14 @@ def test_deits_recipe_runs_on_color_images_of_any_shape(tmp_path: Path) -> None:
     root = image_folder(tmp_path, {"train": {"a": 4, "b": 4}, "val": {"a": 1, "b": 1}})
     data = open_data(DataOptions("imagefolder", str(root), heldout=0.0), seed=0)
     wide = InputConfig((3, 16, 24), (0.5,) * 3, (0.5,) * 3, "bicubic", 0.9, "center")
-    images, targets = next(iter(TrainLoader(data.train, wide, DEIT, 4, 0, CPU)))
+    images, targets = next(iter(TrainLoader(data.train, wide, 4, CPU, augmentation=DEIT, seed=0)))
     assert images.shape == (4, 3, 16, 24) and targets.shape == (4, 2)
     assert next(iter(EvalLoader(data.test, wide, 2, CPU)))[0].shape == (2, 3, 16, 24)
 
 
 def test_an_impossible_batch_is_rejected() -> None:
     with pytest.raises(InputError, match="mix pairs"):
-        TrainLoader(numbered(8), INPUT, Augmentation(mixup=0.8), 3, 0, CPU)
+        TrainLoader(numbered(8), INPUT, 3, CPU, augmentation=Augmentation(mixup=0.8), seed=0)
 
 
 @pytest.mark.parametrize("policy", ["rand-m10-inc1", "augmix-m10", "v0r"])
@@ -406,10 +406,10 @@ def test_prepared_tensors_are_passed_on_unchanged() -> None:
     assert data.prepared and data.labels.tolist() == classes.tolist()
     batch, targets = next(iter(EvalLoader(data, INPUT, 8, CPU)))
     assert torch.equal(batch, images) and torch.equal(targets, classes)
-    seen, _ = next(iter(TrainLoader(data, INPUT, Augmentation(), 8, 0, CPU)))
+    seen, _ = next(iter(TrainLoader(data, INPUT, 8, CPU, augmentation=Augmentation(), seed=0)))
     assert sorted(seen.flatten().tolist()) == sorted(images.flatten().tolist())
     with pytest.raises(InputError, match="need PIL images"):
-        TrainLoader(data, INPUT, Augmentation(no_aug=False), 4, 0, CPU)
+        TrainLoader(data, INPUT, 4, CPU, augmentation=Augmentation(no_aug=False), seed=0)
 
 
 def test_an_iterable_of_batches_becomes_a_data_set() -> None:
@@ -462,7 +462,9 @@ def test_tinted_classes_are_distinguishable_by_their_mean_image() -> None:
 
 def test_the_smoothing_of_mixed_targets_is_the_configured_one() -> None:
     """Not timm's default of 0.1."""
-    loader = TrainLoader(numbered(8), INPUT, Augmentation(mixup=0.8, smoothing=0.2), 4, 0, CPU, classes=5)
+    loader = TrainLoader(
+        numbered(8), INPUT, 4, CPU, augmentation=Augmentation(mixup=0.8, smoothing=0.2), seed=0, classes=5
+    )
     assert float(next(iter(loader))[1].min()) == pytest.approx(0.04)
 
 
@@ -489,12 +491,14 @@ def test_an_erased_rectangle_has_the_configured_content(mode: Any, contents: int
     """Zero, or a normal number in each pixel."""
     data = ArrayImages(np.full((16, 4, 4), 255, np.uint8), np.arange(16) % 2)
     whole = {"no_aug": False, "scale": (1.0, 1.0), "ratio": (1.0, 1.0), "hflip": 0.0}
-    images, _ = next(iter(TrainLoader(data, INPUT, Augmentation(**whole, reprob=1.0, remode=mode), 16, 0, CPU)))
+    images, _ = next(
+        iter(TrainLoader(data, INPUT, 16, CPU, augmentation=Augmentation(**whole, reprob=1.0, remode=mode), seed=0))
+    )
     assert min(images[images != 1].unique().numel(), 17) == contents
 
 
 def test_as_many_views_of_an_image_as_configured() -> None:
-    loader = TrainLoader(numbered(250), INPUT, Augmentation(repeats=2), 8, 0, CPU)
+    loader = TrainLoader(numbered(250), INPUT, 8, CPU, augmentation=Augmentation(repeats=2), seed=0)
     loader.set_epoch(3)
     seen = np.bincount([round(float(image[0, 0, 0]) * 255) for images, _ in loader for image in images])
     assert seen.max() == 2

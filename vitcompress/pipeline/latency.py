@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -97,8 +97,9 @@ def check_clock(job: Job) -> None:
 
 def create_clock(job: Job) -> "LatencyClock":
     """The clock of a run: batch and precision of the recipe."""
-    recipe, at = job.recipe, (job.input, job.runtime, job.progress)
-    return LatencyClock(*at, recipe.export, recipe.bench.batch or 1, recipe.run.threads, recipe.run.seed)
+    recipe, run = job.recipe, job.recipe.run
+    batch, at = recipe.bench.batch or 1, (job.input, job.runtime, job.progress)
+    return LatencyClock(*at, export=recipe.export, batch=batch, threads=run.threads, seed=run.seed)
 
 
 def measured_on(device: torch.device, threads: int | None) -> dict[str, object]:
@@ -117,6 +118,7 @@ class LatencyClock:
     input: InputConfig
     runtime: distributed.Runtime
     progress: Progress
+    _: KW_ONLY
     export: ExportTable = ExportTable()  # noqa: RUF009 (frozen)
     batch: int = 1
     threads: int | None = None

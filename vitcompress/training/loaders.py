@@ -87,10 +87,11 @@ class TrainLoader(EvalLoader):
         self,
         dataset: Images,
         input: InputConfig,
-        augmentation: Augmentation,
         batch_size: int,
-        seed: int,
         runtime: Runtime,
+        *,
+        augmentation: Augmentation,
+        seed: int,
         classes: int | None = None,
     ) -> None:
         self.augmentation, self.seed = augmentation, seed

@@ -154,8 +154,8 @@ def check_options(
             hint = "set augmentation.no_aug to false, or omit the option"
             raise InputError(f"augmentation.{ignored[0]} has no effect: no_aug is true", hint=hint)
         # The loader checks the other ones; nothing is loaded here.
-        on_cpu = replace(runtime, device=torch.device("cpu"), workers=0)
-        loader = TrainLoader(train_set, input, options.augmentation, share // options.accumulate, 0, on_cpu, classes=1)
+        on_cpu, size = replace(runtime, device=torch.device("cpu"), workers=0), share // options.accumulate
+        loader = TrainLoader(train_set, input, size, on_cpu, augmentation=options.augmentation, seed=0, classes=1)
         if len(loader) < options.accumulate:
             images = runtime.world_size * len(loader.sampler)
             message = f"batch_size {options.batch_size} is more than the {images} training images of an epoch"

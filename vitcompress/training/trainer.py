@@ -122,9 +122,9 @@ class Learner:
 
     def __init__(self, job: TrainingJob) -> None:
         self.job, self.hooks, at, data = job, job.controls.hooks, job.at, job.train_set
-        classes, augmentation = int(getattr(inner(job.module), "num_classes", 0)) or None, job.options.augmentation
-        settings = (at.input, augmentation, job.micro_batch, at.seed, at.runtime, classes)
-        self.loader = data if isinstance(data, BatchLoader) else TrainLoader(data, *settings)
+        classes, size = int(getattr(inner(job.module), "num_classes", 0)) or None, job.micro_batch
+        own: Any = {"augmentation": job.options.augmentation, "seed": at.seed, "classes": classes}
+        self.loader = data if isinstance(data, BatchLoader) else TrainLoader(data, at.input, size, at.runtime, **own)
         self.steps = len(self.loader) // job.options.accumulate  # of an epoch
         runtime, groups = at.runtime, job.controls.parameter_groups
         self.network: Any = runtime.wrap(job.module)
