@@ -23,6 +23,7 @@ from vitcompress.pipeline import preflight, prune
 from vitcompress.pipeline.folder import check_folder, open_folder
 from vitcompress.pipeline.job import Job, RunOptions
 from vitcompress.pipeline.run import run_recipe
+from vitcompress.pipeline.training import measure_accuracy
 from vitcompress.recipe.load import load_recipe
 from vitcompress.training import distributed
 
@@ -240,5 +241,5 @@ def test_a_removed_gate_ends_at_the_mean_that_was_measured(tmp_path: Path, after
         torch.testing.assert_close(kept(x), measured(x), rtol=1e-4, atol=1e-5)
         assert (dropped(x) - kept(x)).abs().max() > 1e-3, "the gate at its bias is another function"
     assert faded.data is not None
-    accuracy = dense_stage.measure_accuracy(faded, kept, faded.data.heldout).to_dict()
+    accuracy = measure_accuracy(faded, kept, faded.data.heldout).to_dict()
     assert read_json(faded.files.before_recovery)["pruned"] == accuracy

@@ -28,8 +28,9 @@ from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import save_tensors, tensors_digest
 from vitcompress.models.checkpoint import load_model_files, read_plan, write_model
 from vitcompress.models.create import current_plan, input_config
-from vitcompress.pipeline.dense import load_dense, teacher_for, train_model
+from vitcompress.pipeline.dense import load_dense
 from vitcompress.pipeline.job import Job
+from vitcompress.pipeline.training import teacher_for, train_model
 from vitcompress.recipe.load import load_recipe_of_run
 from vitcompress.training.data import open_data
 from vitcompress.training.datasets import Images

@@ -1,32 +1,24 @@
-"""The dense model of a recipe, trained or created with existing weights, and the teacher of the fine-tuning."""
+"""The dense model of a recipe: trained or created with existing weights, and checked before the first step."""
 
 from contextlib import nullcontext
-from copy import deepcopy
 from dataclasses import asdict
-from pathlib import Path
 
-import torch
 from torch import nn
 
-from vitcompress.errors import CheckFailedError, DataError, InputError, WeightsError
+from vitcompress.errors import CheckFailedError, DataError, WeightsError
 from vitcompress.io.files import read_json, write_json
 from vitcompress.io.manifest import check_unchanged, read_manifest, write_manifest
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.text import describe_value
 from vitcompress.models.checkpoint import load_model, write_model
-from vitcompress.models.create import check_arguments, create_model, randomize_constants
-from vitcompress.models.source import create_named
-from vitcompress.models.weights import hub_classes, read_source
+from vitcompress.models.create import create_model, randomize_constants
+from vitcompress.models.weights import read_source
 from vitcompress.pipeline.folder import claim_folder, remove_unfinished
 from vitcompress.pipeline.job import Job
+from vitcompress.pipeline.training import measure_accuracy, train_model
 from vitcompress.recipe.load import dense_settings
 from vitcompress.training.datasets import Images, few
-from vitcompress.training.loaders import EvalLoader
-from vitcompress.training.loop import train
-from vitcompress.training.losses import FEATURES, Objective, student_of
-from vitcompress.training.metrics import Accuracy, evaluate, guessed
-from vitcompress.training.options import TrainOptions
-from vitcompress.training.trainer import TrainingContext, TrainingControls
+from vitcompress.training.metrics import Accuracy, guessed
 
 
 def create_dense(job: Job) -> None:
@@ -84,38 +76,6 @@ def _create_dense(job: Job) -> nn.Module:
     if part := job.resolved.part:
         job.progress.note(f"dense model: `{part}` of {table.weights}")
     return model
-
-
-def train_model(
-    job: Job,
-    module: nn.Module,
-    options: TrainOptions,
-    state: Path,
-    label: str,
-    record: Path,
-    controls: TrainingControls | None = None,
-) -> None:
-    """Train `module` in place on the job's images. state: folder of the resume state. record: a file for the result."""
-    assert job.data is not None
-    module.to(job.runtime.device)
-    context = TrainingContext(job.input, job.runtime, state, label, job.recipe.run.seed, job.progress)
-    result = train(module, job.data.train, job.data.heldout, options, context, controls)
-    module.cpu()
-    if not job.runtime.is_main:
-        return
-    if result.accuracy:
-        job.progress.note(f"held-out top-1 with the selected weights, of epoch {result.epoch + 1}: {result.accuracy}")
-    heldout = {name: value and value.to_dict() for name, value in (("raw", result.raw), ("ema", result.ema))}
-    about = {"epochs": len(result.history), "kept_epoch": result.epoch, "kept": result.chosen}
-    write_json(record, {**about, "heldout": heldout})
-
-
-def measure_accuracy(job: Job, model: nn.Module, images: Images) -> Accuracy:
-    """The accuracy of `model` on `images`; every process must call this. Raises DataError if there are none."""
-    loader = EvalLoader(images, job.input, job.recipe.finetune.batch_size, job.runtime)
-    accuracy = evaluate(model.to(job.runtime.device).eval(), loader, job.runtime)
-    model.cpu()
-    return accuracy
 
 
 def _check_images(job: Job) -> tuple[str, Images]:
@@ -188,81 +148,3 @@ def examine_dense(job: Job, accuracy: Accuracy) -> tuple[list[str], CheckFailedE
     causes = f"the preprocessing ({scale}), the order of the classes ({classes}), or the arguments of the model"
     hint = f"likely causes: {causes} ({', '.join(arguments)}); correct them; a stopped run starts over with --fresh"
     return notes, CheckFailedError(f"the dense model is worse than expected: {top1}, expected {expect:g} %", hint=hint)
-
-
-def is_downloaded(job: Job) -> bool:
-    """Whether the fine-tuning needs a teacher from timm's hub."""
-    finetune = job.recipe.finetune
-    local = finetune.teacher in (None, "dense") or Path(str(finetune.teacher)).is_dir()
-    used = finetune.distillation != "none" and not job.options.structure_only
-    return used and not local and finetune.teacher_weights is None
-
-
-def teacher_for(job: Job, dense: nn.Module) -> nn.Module | None:
-    """The teacher for the fine-tuning of a pruned model, or None without distillation."""
-    if job.recipe.finetune.distillation == "none":
-        return None
-    if (teacher := _load_teacher(job)) is None:
-        return deepcopy(dense)
-    name, weights = str(job.recipe.finetune.teacher), job.recipe.finetune.teacher_weights or "hub"
-    if job.runtime.is_main and not Path(name).is_dir() and (source := read_source(weights, name.partition("?")[0])):
-        job.progress.note("teacher: {weights}, sha256 {sha256}".format(**source))
-    return teacher
-
-
-def _load_teacher(job: Job) -> nn.Module | None:
-    """The model of a run folder or a timm name; None if the teacher is the dense model, which the caller has.
-
-    Raises InputError if the teacher is not available, or has another number of classes.
-    """
-    name = job.recipe.finetune.teacher
-    if name is None or name == "dense":
-        return None
-    arch = name.partition("?")[0]
-    if Path(name).is_dir():
-        return load_model(name)
-    if is_downloaded(job):
-        _check_classes(job, hub_classes(arch))
-    check_arguments(arch, {}, "finetune.teacher: ")
-    try:
-        return create_named(name, job.recipe.finetune.teacher_weights or "hub", job.classes)
-    except InputError as error:
-        weights = "its weights with --set finetune.teacher_weights=FILE (.safetensors or .pth, for the same classes)"
-        arguments = f"what they do not show with its name, as in teacher = '{arch}?num_heads=4'"
-        hint = f"give {weights}, and {arguments}, or use --set finetune.teacher=dense"
-        raise WeightsError(f"teacher {name}: {error.message}", hint=hint) from None
-
-
-def check_teacher(job: Job, *, download: bool = True) -> None:
-    """Raise InputError for a teacher that is not available, or that cannot teach the pruned model.
-
-    download: False checks only the number of classes of a teacher from timm's hub.
-    """
-    finetune = job.recipe.finetune
-    if job.options.structure_only or finetune.distillation == "none":
-        return
-    if job.steps[-1].method.dilute is not None and finetune.distillation in FEATURES:
-        message = f"distillation = {finetune.distillation!r} does not work while layers fade out"
-        raise InputError(message, hint="use distillation = 'soft' or 'hard'")
-    if not download and is_downloaded(job):
-        arch = str(finetune.teacher).partition("?")[0]
-        check_arguments(arch, {}, "finetune.teacher: ")
-        return _check_classes(job, hub_classes(arch))
-    teacher = (_load_teacher(job) or deepcopy(job.blank)).to("meta")
-    _check_classes(job, int(getattr(teacher, "num_classes", 0)))
-    pruned = deepcopy(job.pruned).train()  # in which patches may be dropped
-    images, labels = torch.empty(2, *job.input.size, device="meta"), torch.zeros(2, dtype=torch.long, device="meta")
-    for options in job.trainings:
-        # Checks the image size, and that the weights of the losses train every head; the call, the shapes of features.
-        loss = Objective(pruned, options, teacher=teacher, input=job.input, device=torch.device("meta"))
-        if options.distillation in FEATURES:
-            loss(student_of(pruned, options.distillation, teacher), images, labels)
-
-
-def _check_classes(job: Job, classes: int | None) -> None:
-    """Raise InputError if a teacher has another number of classes; None is unknown."""
-    if classes not in (None, job.classes):
-        message = f"the teacher {job.recipe.finetune.teacher} has {classes} classes, the student {job.classes}"
-        dense = "finetune.teacher = 'dense', the model before pruning"
-        hint = f"use a teacher for the same classes: a run folder, finetune.teacher_weights = FILE, or {dense}"
-        raise InputError(message, hint=hint)

@@ -18,12 +18,13 @@ from vitcompress.models.cost import Cost, count_cost
 from vitcompress.models.create import OVERLAY
 from vitcompress.models.source import DEFAULT, Setting
 from vitcompress.models.weights import NOT_FILES
-from vitcompress.pipeline.dense import examine_dense, has_dense, is_downloaded, preview_dense, why_unchecked
+from vitcompress.pipeline.dense import examine_dense, has_dense, preview_dense, why_unchecked
 from vitcompress.pipeline.folder import check_folder
 from vitcompress.pipeline.job import Job, RunOptions, apply_options, create_job
 from vitcompress.pipeline.latency import describe_searches
 from vitcompress.pipeline.preflight import check_formats, list_checks
 from vitcompress.pipeline.report import describe_choice
+from vitcompress.pipeline.training import downloads_teacher
 from vitcompress.recipe.schema import Recipe
 from vitcompress.training import distributed
 from vitcompress.training.data import check_named, open_data
@@ -170,7 +171,7 @@ def _notes(job: Job) -> Iterator[str]:
     """Downloads, what is not checked, and differences on this machine."""
     if job.recipe.model.weights == "hub" and not has_dense(job):
         yield f"A run first downloads the weights of {job.recipe.model.name} from timm's hub; --weights PATH avoids it."
-    if is_downloaded(job):
+    if downloads_teacher(job):
         teacher = f"the teacher {job.recipe.finetune.teacher} from timm's hub"
         yield f"A run first downloads the weights of {teacher}; --set finetune.teacher_weights=FILE avoids it."
     size = "img_size=N" if "img_size" in allowed_arguments(job.resolved.arch) else f"{OVERLAY}.input_size=[3,N,N]"

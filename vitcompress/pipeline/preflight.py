@@ -15,10 +15,11 @@ from vitcompress.io.progress import Progress
 from vitcompress.models.create import create_model
 from vitcompress.models.source import list_by_source
 from vitcompress.models.weights import check_hub
-from vitcompress.pipeline.dense import check_source, check_teacher, has_dense, why_unchecked
+from vitcompress.pipeline.dense import check_source, has_dense, why_unchecked
 from vitcompress.pipeline.folder import ELSEWHERE, check_writable, nearest_existing
 from vitcompress.pipeline.job import Job, RunOptions, create_job
 from vitcompress.pipeline.latency import check_clock, check_latency
+from vitcompress.pipeline.training import check_teacher
 from vitcompress.recipe.schema import Recipe
 from vitcompress.training.data import Splits, open_data
 from vitcompress.training.distributed import Runtime

@@ -14,9 +14,10 @@ from vitcompress.methods.base import PUBLISHED, Context, check_sealed, load_hand
 from vitcompress.methods.depth import freeze_gates, read_mean_gates
 from vitcompress.methods.latency import goal_of, plan_step
 from vitcompress.models.checkpoint import write_model
-from vitcompress.pipeline.dense import load_dense, measure_accuracy, teacher_for, train_model
+from vitcompress.pipeline.dense import load_dense
 from vitcompress.pipeline.job import Job, JobStep
 from vitcompress.pipeline.latency import create_clock, measured_on
+from vitcompress.pipeline.training import measure_accuracy, teacher_for, train_model
 from vitcompress.plan import Plan
 from vitcompress.surgery.gates import GatedModel
 from vitcompress.training.data import Splits
