@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # for type checkers; at run time these names are imported on first use
     from vitcompress.methods.base import Method as Method
     from vitcompress.models.checkpoint import load_model as load_model
-    from vitcompress.models.checkpoint import prune as prune
     from vitcompress.models.checkpoint import save_model as save_model
     from vitcompress.models.cost import count_cost as count_cost
     from vitcompress.pipeline.api import bench as bench
@@ -26,6 +25,7 @@ if TYPE_CHECKING:  # for type checkers; at run time these names are imported on 
     from vitcompress.pipeline.api import finetune as finetune
     from vitcompress.pipeline.api import fold as fold
     from vitcompress.pipeline.api import plan as plan
+    from vitcompress.pipeline.api import prune as prune
     from vitcompress.pipeline.api import verify as verify
     from vitcompress.pipeline.run import run_recipe as run_recipe
     from vitcompress.plan import Plan as Plan
@@ -34,9 +34,9 @@ if TYPE_CHECKING:  # for type checkers; at run time these names are imported on 
 # Public name -> the module that defines it.
 _PUBLIC = {
     **dict.fromkeys(
-        ("bench", "create_model", "evaluate", "export", "finetune", "fold", "plan", "verify"), "pipeline.api"
+        ("bench", "create_model", "evaluate", "export", "finetune", "fold", "plan", "prune", "verify"), "pipeline.api"
     ),
-    **dict.fromkeys(("load_model", "prune", "save_model"), "models.checkpoint"),
+    **dict.fromkeys(("load_model", "save_model"), "models.checkpoint"),
     "Method": "methods.base",
     "Plan": "plan",
     "count_cost": "models.cost",

@@ -60,7 +60,7 @@ class Plan:
     heads: attention -> number of heads, where it changed.
     padded: attentions that pad q, k and v with zeros to the widest of them, for kernels of one head width.
     standard: `arch` and `args` of the timm model with the same sizes; empty if there is none. It edits nothing: blocks
-        keep their dense numbers, and `models.checkpoint` renumbers them.
+        keep their dense numbers, and `models.standard` renumbers them.
     """
 
     arch: str

@@ -32,8 +32,9 @@ from vitcompress.errors import UnsupportedModelError
 from vitcompress.families import FAMILIES, Axis, Space, family_of, lookup, prepare_model
 from vitcompress.families.base import StagedFamily
 from vitcompress.families.vit import VitFamily
-from vitcompress.models.checkpoint import load_model, prune, save_model
+from vitcompress.models.checkpoint import load_model, save_model
 from vitcompress.models.create import create_model
+from vitcompress.pipeline.api import prune
 from vitcompress.plan import Plan
 from vitcompress.surgery.check import check_maskable
 from vitcompress.surgery.edit import segments_of, select_positions

@@ -24,8 +24,10 @@ from vitcompress.methods.upvit import method as upvit
 from vitcompress.methods.upvit.importance import Component
 from vitcompress.methods.upvit.ranking import best, candidates, least_first
 from vitcompress.methods.upvit.target import Target, standard_blocks
-from vitcompress.models.checkpoint import load_model, prune, save_model, standard_model
+from vitcompress.models.checkpoint import load_model, save_model
 from vitcompress.models.create import create_model, plan_of
+from vitcompress.models.standard import standard_model
+from vitcompress.pipeline.api import prune
 from vitcompress.plan import Plan
 from vitcompress.verify.slice import slice_check
 

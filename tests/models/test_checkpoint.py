@@ -29,8 +29,9 @@ from vitcompress.errors import ArtifactError, InputError, PlanError, Vitcompress
 from vitcompress.families import family_of
 from vitcompress.io.files import write_text
 from vitcompress.io.tensors import load_tensors, read_checkpoint, save_tensors
-from vitcompress.models.checkpoint import load_model, prune, save_model, write_model
+from vitcompress.models.checkpoint import load_model, save_model, write_model
 from vitcompress.models.create import class_names_of, create_model, input_config, plan_of
+from vitcompress.pipeline.api import prune
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply_plan, fold_linears
 

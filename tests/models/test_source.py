@@ -18,10 +18,11 @@ from safetensors.torch import load_file, save_file
 from vitcompress.errors import InputError, WeightsError
 from vitcompress.families import family_of
 from vitcompress.methods.upvit import method as upvit
-from vitcompress.models.checkpoint import load_model, prune, save_model
+from vitcompress.models.checkpoint import load_model, save_model
 from vitcompress.models.create import class_names_of, create_model, input_config, plan_of
 from vitcompress.models.preprocessing import Preprocessing
 from vitcompress.models.source import create_named, load_class_names, resolve_model
+from vitcompress.pipeline.api import prune
 
 TRANSFORMERS = Path(__file__).parent / "transformers"
 VIT = "vit_tiny_patch16_224"

@@ -1,44 +1,24 @@
-"""A compressed model in a folder: plan.json and model.safetensors, and as a standard timm model (UP-ViT)."""
+"""A compressed model in a folder: plan.json, model.safetensors and, if there is one, the standard timm model."""
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vitcompress.errors import ArtifactError, PlanError, WeightsError, lines_of
-from vitcompress.families import Family, Site, family_of
 from vitcompress.io.files import parse_plain, read_text, user_path, write_text
 from vitcompress.io.hardware import check_device
 from vitcompress.io.manifest import check_unchanged, write_manifest
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import read_checkpoint, save_tensors
 from vitcompress.models import create
-from vitcompress.plan import Plan, enclosing_module, stage_of
-from vitcompress.surgery import apply_to_copy
+from vitcompress.models.standard import standard_model
+from vitcompress.plan import Plan
 
 OTHER = "use the folder of a run (other weights: vc.create_model(NAME, weights=FILE), or recipe --weights FILE)"
-
-
-@torch.inference_mode(False)  # the copy can be trained, wherever it is created
-def prune(model: nn.Module, plan: Plan) -> nn.Module:
-    """Apply `plan` to a copy of `model`, whose attribute `plan` then describes the result.
-
-    model: of `create_model`, `load_model`, `prune` or `timm.create_model`. plan: what to remove next. Channels are
-    numbered as in `model`, sites and spaces have their dense names.
-
-    Raises:
-        PlanError: the plan does not fit the model.
-        UnsupportedModelError: no family supports the model.
-        InputError: the origin of the model is unknown, see `plan_of`.
-    """
-    whole = create.plan_of(model).then(plan)
-    pruned = apply_to_copy(model, plan)
-    pruned.plan = whole  # type: ignore[assignment]
-    return pruned
 
 
 def write_model(folder: Path, model: nn.Module, plan: Plan) -> None:
@@ -137,70 +117,3 @@ def read_plan(path: Path) -> Plan:
         raise PlanError(f"{path} cannot be read: {error}") from None
     except PlanError as error:
         raise PlanError(f"{path}: {error.message}", hint=error.hint) from None
-
-
-@dataclass(frozen=True)
-class Block:
-    """An attention and the FFN after it, of the same dense block or of two."""
-
-    attention: Site
-    ffn: Site
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The sites to remove: the dense block, or the two parts."""
-        same = self.attention.block == self.ffn.block
-        return (self.attention.block,) if same else (self.attention.name, self.ffn.name)
-
-
-def standard_blocks(model: nn.Module, family: Family) -> dict[str, list[Block]]:
-    """Stage -> its blocks in order; a hybrid of an earlier step is one block.
-
-    Raises PlanError if attentions and FFNs do not alternate, because an earlier step removed one of them alone.
-    """
-    parts: dict[str, list[Site]] = {stage_of(path): [] for path in family.blocks(model)}
-    for site in family.sites(model):
-        if site.kind in ("attention", "ffn"):
-            parts[stage_of(site.block)].append(site)
-    for stage, sites in parts.items():
-        if [site.kind for site in sites] != ["attention", "ffn"] * (len(sites) // 2):
-            message = f"the attentions and FFNs in {stage} do not alternate, so they form no standard blocks"
-            raise PlanError(message, hint="prune blocks before a step that removes attentions or FFNs alone")
-    return {stage: list(map(Block, sites[::2], sites[1::2])) for stage, sites in parts.items()}
-
-
-def standard_model(model: nn.Module, plan: Plan) -> nn.Module:
-    """The timm model of `plan.standard` with the weights of `model`: it computes the same, and loads without a plan.
-
-    An attention-only block and the FFN-only block after it become one block, and blocks are renumbered. Where heads
-    became narrower, the dense softmax scale is multiplied into the weights of q, because the standard model uses the
-    scale of its own heads.
-
-    Raises PlanError if the weights do not fit that model, and as `standard_blocks`.
-    """
-    arch, args = plan.standard["arch"], plan.standard["args"]
-    standard = create.create_model(arch, args).to(next(model.parameters()).dtype)
-    family = family_of(model)
-    prefixes: dict[str, str] = {}  # path of each block -> path of the standard block that contains it
-    for stage, blocks in standard_blocks(model, family).items():
-        for number, block in enumerate(blocks):
-            prefixes |= dict.fromkeys((block.attention.block, block.ffn.block), f"{stage}.{number}")
-
-    def rename(name: str) -> str:
-        path = enclosing_module(name, prefixes)
-        return name if path is None else prefixes[path] + name.removeprefix(path)
-
-    state = {rename(name): tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    for space in (space for space in family.spaces(model) if space.kind == "qk"):
-        attention: Any = model.get_submodule(space.attention)
-        target: Any = standard.get_submodule(rename(f"{space.attention}.").rstrip("."))
-        q = space.axes[0]
-        for axis in space.axes:
-            if axis.owner == q.owner and attention.scale != target.scale:
-                state[rename(axis.tensor)][q.offset : q.offset + space.size] *= attention.scale / target.scale
-    try:
-        standard.load_state_dict(state, strict=True)
-    except RuntimeError as error:
-        message = f"the model does not load as {arch}: {lines_of(error)[:2][-1]}"
-        raise PlanError(message, hint="remove the steps that change more than widths and whole blocks") from None
-    return standard.eval()

@@ -1,7 +1,7 @@
 """The Python API: prune, train, fold, export, verify and measure a timm model in memory.
 
-`import vitcompress as vc` provides these functions, with `load_model`, `save_model`, `prune` and `count_cost`. Options
-of methods, trainings, exports and benchmarks are keyword arguments: the keys of recipes, validated in the same way.
+`import vitcompress as vc` provides these functions, with `load_model`, `save_model` and `count_cost`. Options of
+methods, trainings, exports and benchmarks are keyword arguments: the keys of recipes, validated in the same way.
 """
 
 import json
@@ -140,6 +140,24 @@ def plan(
         delta = plan_step(chosen, create.prepared(model), context, settings)
         load_handed_over(model, context.folder, context.plan, context.runtime)
     return delta
+
+
+@torch.inference_mode(False)  # the copy can be trained, wherever it is created
+def prune(model: nn.Module, plan: Plan) -> nn.Module:
+    """Apply `plan` to a copy of `model`, whose attribute `plan` then describes the result.
+
+    model: of `create_model`, `load_model`, `prune` or `timm.create_model`. plan: what to remove next. Channels are
+    numbered as in `model`, sites and spaces have their dense names.
+
+    Raises:
+        PlanError: the plan does not fit the model.
+        UnsupportedModelError: no family supports the model.
+        InputError: the origin of the model is unknown, see `plan_of`.
+    """
+    whole = create.plan_of(model).then(plan)
+    pruned = surgery.apply_to_copy(model, plan)
+    pruned.plan = whole  # type: ignore[assignment]
+    return pruned
 
 
 @torch.inference_mode(False)

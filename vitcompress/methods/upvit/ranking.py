@@ -22,7 +22,7 @@ from vitcompress.methods.options import UpvitOptions
 from vitcompress.methods.scores import UNMEASURED, channel_scores, random_scores
 from vitcompress.methods.upvit.importance import Component, Importance, divergence, estimates
 from vitcompress.methods.upvit.target import Target
-from vitcompress.models.checkpoint import Block
+from vitcompress.models.standard import Block
 from vitcompress.plan import Plan
 from vitcompress.training.loaders import EvalLoader
 

@@ -16,8 +16,8 @@ from vitcompress.methods.latency import check_target
 from vitcompress.methods.options import Strategy, UpvitOptions
 from vitcompress.methods.scores import UNMEASURED
 from vitcompress.methods.upvit.importance import Component, components
-from vitcompress.models.checkpoint import Block, standard_blocks
 from vitcompress.models.create import build_on_meta, create_on_meta
+from vitcompress.models.standard import Block, standard_blocks
 from vitcompress.plan import Plan, enclosing_module, stage_of
 
 OTHER_METHODS = "use upvit on ViT or PVTv2; isomorphic and sero prune this family"
