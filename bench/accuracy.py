@@ -11,7 +11,7 @@ import torch
 from timm.data import resolve_data_config
 
 from vitcompress.bench.report import records
-from vitcompress.bench.report.run import find_speed, read_benchmarks
+from vitcompress.bench.report.measurements import find_speed, read_benchmarks
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, open_runner
 from vitcompress.exporters.sidecar import read_classes

@@ -14,7 +14,7 @@ from vitcompress.bench import environment, machine, timing
 from vitcompress.bench.artifacts import Artifact, open_artifacts, synthetic_images
 from vitcompress.bench.environment import Monitor
 from vitcompress.bench.report import records
-from vitcompress.bench.report.run import bench_table
+from vitcompress.bench.report.measurements import bench_table
 from vitcompress.errors import InputError, VitcompressError, first_line
 from vitcompress.exporters.options import Positive
 from vitcompress.exporters.runtimes import Runner, RunnerOptions

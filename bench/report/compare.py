@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Literal, NamedTuple, NotRequired, TypedDict
 
 from vitcompress.bench.plots.figure import COLORS, MARKS, new_figure, save_figure, wrap
-from vitcompress.bench.report.files import format_accuracy, pairs
+from vitcompress.bench.report.measurements import pairs
 from vitcompress.bench.report.records import AccuracyRecord, RatioRecord, Report
-from vitcompress.bench.report.run import count_verdicts
+from vitcompress.bench.report.run import count_verdicts, format_accuracy
 from vitcompress.errors import InputError
 from vitcompress.io.text import NOT_MEASURED, Table, format_change, format_count, format_speedup, shorten_paths
 

@@ -12,7 +12,7 @@ from PIL import Image
 
 from vitcompress.bench import suite
 from vitcompress.bench.report import compare, page, run
-from vitcompress.bench.report.files import list_warnings
+from vitcompress.bench.report.measurements import bench_table, describe_speedup, list_warnings
 from vitcompress.cli.output import tables
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters.onnx.export import export
@@ -133,7 +133,7 @@ def test_the_table_shows_the_speed_up_of_each_artifact_at_each_batch_size(
 ) -> None:
     (row, *_) = measured[1]["bench"][0]["rows"]
     ratios = [{"median": 1.0 + n / 10, "ci95": [1.0, 2.0]} for n in range(4)]
-    table = run.bench_table([{"rows": [row] * 6, "ratios": ratios}, {"rows": [row], "ratios": []}])
+    table = bench_table([{"rows": [row] * 6, "ratios": ratios}, {"rows": [row], "ratios": []}])
     cells = ["", "1.00x (1.00 to 2.00)", "1.10x (1.00 to 2.00)", "", "1.20x (1.00 to 2.00)", "1.30x (1.00 to 2.00)", ""]
     assert [cells[-1] for cells in table.rows] == cells and table.columns[-1] == "speed-up (95 %)"
 
@@ -189,7 +189,7 @@ def test_counts_are_written_in_full_and_the_same_everywhere(capsys: pytest.Captu
 
 def test_an_engine_has_no_threads(measured: tuple[Path, dict[str, Any]]) -> None:
     (row, *_) = measured[1]["bench"][0]["rows"]
-    table = run.bench_table([{"rows": [{**row, "threads": None}, {**row, "threads": 2}]}])
+    table = bench_table([{"rows": [{**row, "threads": None}, {**row, "threads": 2}]}])
     assert [cells[table.columns.index("threads")] for cells in table.rows] == ["", "2"]
 
 
@@ -390,7 +390,7 @@ def test_equal_weights_of_several_blocks_are_one_row() -> None:
 
 def test_a_speed_up_is_shown_with_its_interval() -> None:
     near = {"median": 1.18, "ci95": [0.89, 1.26], "verdict": "not distinguishable"}
-    assert run.describe_speedup(near) == "1.18x (95 % interval 0.89 to 1.26): not distinguishable"
+    assert describe_speedup(near) == "1.18x (95 % interval 0.89 to 1.26): not distinguishable"
 
 
 def test_numbers_are_aligned_right_and_words_left() -> None:

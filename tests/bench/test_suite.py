@@ -13,7 +13,7 @@ from contracts import build, contract
 from onnx import TensorProto, helper
 
 from vitcompress.bench import artifacts, environment, machine, suite
-from vitcompress.bench.report import run as reports
+from vitcompress.bench.report.measurements import bench_table
 from vitcompress.bench.suite import BenchOptions
 from vitcompress.bench.timing import protocol
 from vitcompress.errors import ArtifactError, DeviceError, InputError, VitcompressError
@@ -333,6 +333,6 @@ def test_memory_is_that_of_one_artifact(folder: Path) -> None:
     images = 16384 * 3 * 8 * 8 * 4
     assert many["memory"]["process_peak_bytes"] > few["memory"]["process_peak_bytes"] + images
     assert few["memory"]["process_peak_bytes"] < machine.peak_bytes() - ballast.numel() // 2
-    table = reports.bench_table([{"rows": [few, many]}])
+    table = bench_table([{"rows": [few, many]}])
     assert table.columns[-1] == "peak MiB" and int(table.rows[1][-1].removeprefix("+")) > images / 2**20
-    assert "peak MiB" not in reports.bench_table([{"rows": suite.run([folder], replace(SMALL, runs=1)).rows}]).columns
+    assert "peak MiB" not in bench_table([{"rows": suite.run([folder], replace(SMALL, runs=1)).rows}]).columns

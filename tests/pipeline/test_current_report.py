@@ -17,7 +17,7 @@ from command_line import RECIPE, copy_run, images
 from PIL import Image
 
 from vitcompress import cli
-from vitcompress.bench.report.files import match_rows
+from vitcompress.bench.report.measurements import match_rows
 from vitcompress.bench.report.page import write_report
 from vitcompress.bench.report.run import markdown
 

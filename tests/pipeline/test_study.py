@@ -21,7 +21,7 @@ from whole_runs import ENVIRONMENT, RecordedProgress
 from vitcompress import cli
 from vitcompress.bench.plots.study import accuracy_figure
 from vitcompress.bench.report import run as reports
-from vitcompress.bench.report.files import pairs
+from vitcompress.bench.report.measurements import pairs
 from vitcompress.errors import OutputError, VitcompressError
 from vitcompress.exporters.runtimes import open_runner
 from vitcompress.exporters.sidecar import read_sidecar

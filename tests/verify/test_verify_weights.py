@@ -16,7 +16,7 @@ from pruned_models import check_weights, pruned
 from torch import nn
 
 from vitcompress import surgery
-from vitcompress.bench.report import files
+from vitcompress.bench.report.run import describe_bytes, weight_table
 from vitcompress.exporters.onnx.export import export
 from vitcompress.exporters.onnx.file import read_contents
 from vitcompress.exporters.sidecar import sidecar_path
@@ -92,9 +92,9 @@ def test_a_finished_folder_passes_and_its_table_has_every_changed_weight(folder:
     assert sorted(sliced["files"]["model.onnx"]["shape"]) == sorted(sliced["planned"])
     (entry,) = table["files"]
     assert entry["bytes"] == entry["of_model"] + entry["of_constants"] + entry["of_graph"]
-    printed = files.weight_table(table)
+    printed = weight_table(table)
     assert ("blocks.1.mlp.weight", "16x16, 1,024 B", "model.onnx") in [(row[0], *row[-2:]) for row in printed.rows]
-    (sentence,) = files.describe_bytes(table)
+    (sentence,) = describe_bytes(table)
     model = load_model(folder)
     assert f"({sum(p.numel() for p in model.parameters()):,} parameters)" in sentence
     assert f"{(folder / 'model.onnx').stat().st_size:,} bytes" in sentence

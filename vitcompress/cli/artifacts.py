@@ -26,9 +26,8 @@ def verify(folder: Path, require_verified: bool, adopt: bool) -> int:
     fails.
     """
     with show_progress() as progress:
-        from vitcompress.bench.report import files
         from vitcompress.bench.report.records import VerificationRecord
-        from vitcompress.bench.report.run import count_verdicts
+        from vitcompress.bench.report.run import count_verdicts, describe_bytes, weight_table
         from vitcompress.cli.output import tables
         from vitcompress.io.manifest import REMEDY
         from vitcompress.io.run_folder import RunFolder
@@ -44,8 +43,8 @@ def verify(folder: Path, require_verified: bool, adopt: bool) -> int:
             verification = verify_folder(folder, dense=dense, progress=progress, adopt=adopt)
             refresh_reports([folder], progress)
         data = cast(VerificationRecord, {"weights": {"tensors": [], "files": []}, **verification.to_dict()})
-        weights = files.weight_table(data["weights"])
-    summary = [*files.describe_bytes(data["weights"]), count_verdicts(data)]
+        weights = weight_table(data["weights"])
+    summary = [*describe_bytes(data["weights"]), count_verdicts(data)]
     print_result(data, lambda _: tables.print_verification(data["checks"], weights, summary))
     failed, not_run = ([c.name for c in verification.checks if c.verdict == what] for what in ("failed", "not_run"))
     if changed := [name for name in failed if name.startswith("manifest.")]:
@@ -175,7 +174,7 @@ def bench(artifacts: tuple[str, ...], notes: bool, **options: Any) -> int:
     """
     with show_progress() as progress:
         from vitcompress.bench import suite
-        from vitcompress.bench.report.run import bench_table
+        from vitcompress.bench.report.measurements import bench_table
         from vitcompress.cli.output import tables
         from vitcompress.exporters.runtimes import RunnerOptions
         from vitcompress.io.validation import options_of

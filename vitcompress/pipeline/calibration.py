@@ -13,7 +13,7 @@ from annotated_types import Ge
 from pydantic import Strict
 from torch import Tensor, nn
 
-from vitcompress.bench.report.run import check_record
+from vitcompress.bench.report.records import check_record
 from vitcompress.errors import ArtifactError, InputError, OutputError
 from vitcompress.exporters.onnx.export import measure_quantization
 from vitcompress.exporters.options import ExportOptions

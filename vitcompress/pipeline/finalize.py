@@ -11,8 +11,7 @@ from torch import nn
 
 from vitcompress import surgery
 from vitcompress.bench import suite
-from vitcompress.bench.report import run as reports
-from vitcompress.bench.report.files import match_rows
+from vitcompress.bench.report.measurements import describe_speedup, match_rows
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, open_runner, runtime_of
 from vitcompress.io.files import write_json
 from vitcompress.io.run_folder import RunFolder
@@ -107,7 +106,7 @@ def bench_models(job: Job) -> None:
         result = suite.run((dense, compressed), options, job.progress).to_dict()
         results.append(result)
         for ratio in result["ratios"]:
-            job.progress.note(f"{result['rows'][0]['runtime']}: {reports.describe_speedup(ratio)}")
+            job.progress.note(f"{result['rows'][0]['runtime']}: {describe_speedup(ratio)}")
         for reason in result["disturbed"]:
             job.progress.note(f"disturbed: {reason}; repeat with `vitcompress bench` when nothing else runs")
     write_json(job.files.benchmark, match_rows(results, list_names(job.folder)))

@@ -14,7 +14,7 @@ from vitcompress.bench.accuracy import EvaluateOptions, Evaluation, select_data
 from vitcompress.bench.plots import structure
 from vitcompress.bench.report import page, records
 from vitcompress.bench.report import run as reports
-from vitcompress.bench.report.files import SETTINGS, match_rows
+from vitcompress.bench.report.measurements import SETTINGS, find_speed, match_rows, read_benchmarks
 from vitcompress.bench.report.records import ArtifactRecord, BenchRecord, BenchRow, FileAccuracy, Report
 from vitcompress.errors import InputError, VitcompressError, first_line
 from vitcompress.exporters.runtimes import exported_files
@@ -105,7 +105,7 @@ def write_report(job: Job) -> None:
 
 def _read(path: Path, kind: Any = Any) -> Any:
     """The output of an earlier stage, of the type `kind`; None if it did not run."""
-    return reports.check_record(path, read_json(path), kind) if path.is_file() else None
+    return records.check_record(path, read_json(path), kind) if path.is_file() else None
 
 
 def refresh_report(folder: Path, progress: Progress) -> Report:
@@ -149,7 +149,7 @@ def read_reports(folders: Sequence[str], bench: Path | None, progress: Progress)
     """The reports of run folders as they are now. bench: output of `vitcompress bench --json`, whose measurements of
     their files come before those in the folders. Raises InputError if it has none.
     """
-    extra = reports.read_benchmarks(bench) if bench else []
+    extra = read_benchmarks(bench) if bench else []
     runs: dict[str, Report] = {folder: reports.read_report(Path(folder)) for folder in folders}
     own = {folder: match_rows(extra, list_names(Path(folder), report)) for folder, report in runs.items() if extra}
     if bench and not any(own.values()):
@@ -227,7 +227,7 @@ def _artifact(
         "batch": sidecar["build"].get("batch"),
         "agreement": agreement,
         "accuracy": accuracy.get(path.name),
-        "speed": reports.find_speed(measured, sha256),
+        "speed": find_speed(measured, sha256),
     }
     return cast(ArtifactRecord, record)
 

@@ -6,10 +6,9 @@ from typing import Any
 
 from vitcompress.bench.accuracy import Evaluation
 from vitcompress.bench.report.compare import Comparison
-from vitcompress.bench.report.files import format_speed
 from vitcompress.bench.report.loss import describe_difference, interval_in_points
 from vitcompress.bench.report.records import BenchRecord, CheckRecord
-from vitcompress.bench.report.run import check_table
+from vitcompress.bench.report.run import check_table, format_speed
 from vitcompress.cli.output.terminal import print_line, print_table, print_text
 from vitcompress.exporters.doctor import NO_CLOCKS
 from vitcompress.io.text import NOT_MEASURED, Columns, Table, format_range, shorten_names, shorten_paths

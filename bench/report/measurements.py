@@ -1,0 +1,173 @@
+"""Measurements of speed: read, matched to the files of a run folder, and presented as rows, tables and sentences."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from vitcompress.bench.report import records
+from vitcompress.exporters.sidecar import DENSE
+from vitcompress.io import text
+from vitcompress.io.files import read_json
+from vitcompress.io.text import Columns, Table, escape_markdown, shorten_names
+
+SETTINGS = ("runtime", "device", "precision", "threads", "input_type", "compile", "cuda_graph")
+SPEED_KEYS = records.SpeedRecord.__annotations__.keys()
+
+
+def read_benchmarks(path: Path) -> list[records.BenchRecord]:
+    """The measurements in a bench.json, or in a file with the output of `vitcompress bench --json`.
+
+    Raises ArtifactError if the file is missing, or has other contents.
+    """
+    content = read_json(path)
+    entries: list[records.BenchRecord] = content if isinstance(content, list) else [content]
+    hint = "give the output of `vitcompress bench --json`"
+    records.check_record(path, entries, list[records.BenchRecord], "contains no measurement", hint)
+    return entries
+
+
+def find_speed(
+    entries: Iterable[records.BenchRecord], sha256: str | None, settings: Mapping[str, object] | None = None
+) -> records.SpeedRecord | None:
+    """The first, latest measurement of the file with this hash, or None. settings: values that its row must have."""
+    rows: list[dict[str, object]] = [dict(row) for entry in entries for row in entry["rows"]]
+    same = [row for row in rows if row.get("sha256") == sha256 and (settings or {}).items() <= row.items()]
+    return cast(records.SpeedRecord, {key: same[0][key] for key in SPEED_KEYS}) if sha256 and same else None
+
+
+def describe_speedup(ratio: records.RatioRecord) -> str:
+    """`1.42x (95 % interval 1.37 to 1.47): faster`; no verdict if there are too few rounds for an interval."""
+    verdict = "" if ratio["ci95"][1] is None else f": {ratio['verdict']}"
+    return f"{text.format_ratio(ratio['median'])}x ({text.format_interval(ratio['ci95'])}){verdict}"
+
+
+def match_rows(entries: Iterable[records.BenchRecord], names: Mapping[str, Sequence[str]]) -> list[records.BenchRecord]:
+    """The part of each measurement that is about the files of a run folder, which it then calls by their names there.
+
+    names: SHA-256 -> names, relative to the folder. A file that has changed since is not one of them.
+    """
+    matches = ((entry, [row for row in entry["rows"] if row.get("sha256") in names]) for entry in entries)
+    return [_match_entry(entry, rows, names) for entry, rows in matches if rows]
+
+
+def _match_entry(
+    entry: records.BenchRecord, rows: Sequence[records.BenchRow], names: Mapping[str, Sequence[str]]
+) -> records.BenchRecord:
+    """`entry` with these `rows` alone, and with the ratios and texts that are about no others, under their new names.
+
+    Of several names of equal files, an artifact gets its own, else one that contains its last part.
+    """
+    renamed = dict[str, str]()
+    for row in rows:
+        artifact, equal = row["artifact"], names[row["sha256"] or ""]
+        renamed[artifact] = min(equal, key=lambda name: (name != artifact, Path(artifact).name not in Path(name).parts))
+    artifacts = sorted({row["artifact"] for row in entry["rows"]}, key=len, reverse=True)
+    named_in = re.compile(rf"(?<![\w./-])({'|'.join(map(re.escape, artifacts))})(?!\.?[\w/-])")
+    result: dict[str, Any] = {key: value for key, value in entry.items() if key != "ratio"}
+    for key in ("warnings", "notes", "disturbed"):
+        lines = [line for line in result.get(key, ()) if renamed.keys() >= set(named_in.findall(line))]
+        result[key] = [named_in.sub(lambda match: renamed[match[1]], line) for line in lines]
+    result["rows"] = [{**row, "artifact": renamed[row["artifact"]]} for row in rows]
+    ratios = [ratio for ratio in entry.get("ratios", ()) if {ratio["a"], ratio["b"]} <= renamed.keys()]
+    result["ratios"] = [{**ratio, "a": renamed[ratio["a"]], "b": renamed[ratio["b"]]} for ratio in ratios]
+    if len(result["ratios"]) == 1:
+        result["ratio"] = result["ratios"][0]
+    return cast(records.BenchRecord, result)
+
+
+def is_dense(artifact: str) -> bool:
+    """Whether a name that is relative to a run folder is one of the dense model's: its files and its folders."""
+    return any(part.startswith(DENSE) for part in Path(artifact).parts[-2:])
+
+
+def pairs(entry: records.BenchRecord) -> Iterator[tuple[records.BenchRow, records.BenchRow, records.RatioRecord]]:
+    """Rows and ratio of each dense and compressed artifact of a measurement that ran with the same settings."""
+    rows = {(row["artifact"], row["batch"]): row for row in entry["rows"]}
+    for ratio in entry["ratios"]:
+        a, b = (rows[name, ratio["batch"]] for name in (ratio["a"], ratio["b"]))
+        if is_dense(ratio["a"]) and not is_dense(ratio["b"]) and all(a.get(key) == b.get(key) for key in SETTINGS):
+            yield a, b, ratio
+
+
+def list_warnings(entries: Iterable[records.BenchRecord]) -> list[str]:
+    """Warnings and notes of several measurements, each once with the runtimes that it applies to."""
+    runtimes: dict[str, list[str]] = {}
+    for entry in entries:
+        names = [row["artifact"] for row in entry["rows"]]
+        for line in (*entry["warnings"], *entry["notes"]):
+            runtimes.setdefault(shorten_names(line, names), []).append(entry["rows"][0]["runtime"])
+    return [f"- note ({', '.join(dict.fromkeys(names))}): {line}" for line, names in runtimes.items()]
+
+
+def speed_rows(entries: Iterable[records.BenchRecord]) -> Iterator[tuple[str, ...]]:
+    """Latency and throughput of each pair of a dense and a compressed artifact that were interleaved, and one ratio.
+
+    Of measurements of one pair with the same settings, the latest that was not disturbed, else the latest.
+    """
+    best: dict[tuple[Any, ...], tuple[bool, Any]] = {}
+    for entry in entries:
+        disturbed = bool(entry.get("disturbed"))
+        for pair in pairs(entry):
+            key = pair[0]["artifact"], pair[1]["artifact"], pair[2]["batch"], *map(pair[0].get, SETTINGS)
+            if key not in best or (best[key][0] and not disturbed):
+                best[key] = disturbed, pair
+    for _, (dense, compressed, ratio) in best.values():
+        where = f"{dense['runtime']} {dense['device']} {_format_precision(dense)}, batch {dense['batch']}"
+        times = [row["latency_ms"]["p50"] for row in (dense, compressed)]
+        rates = [row["images_per_second"] for row in (dense, compressed)]
+        yield f"latency, median ({where})", *(f"{text.format_milliseconds(t)} ms" for t in times), ""
+        yield f"throughput ({where})", *(f"{text.format_rate(rate)} images/s" for rate in rates), ""
+        # The speed-up is a median over pairs of blocks, not the ratio of the figures above, and so has its own row.
+        yield f"speed-up ({where})", "", "", describe_speedup(ratio)
+
+
+def bench_table(entries: Sequence[records.BenchRecord]) -> Table:
+    """One row per artifact and runtime; its speed-up is over the first artifact at the same batch size."""
+    rows: list[dict[str, Any]] = [{**row, "ratio": ratio} for entry in entries for row, ratio in _pair_ratios(entry)]
+    names = text.shorten_paths(row["artifact"] for row in rows)
+    columns: Columns = {
+        "artifact": lambda row: names[row["artifact"]],
+        "runtime": "{runtime} {device}",
+        "precision": _format_precision,
+        "threads": lambda row: "" if row["threads"] is None else row["threads"],
+        "protocol": "{protocol}",
+        "images/s": lambda row: text.format_rate(row["images_per_second"]),
+        "p50 ms": lambda row: text.format_milliseconds(row["latency_ms"]["p50"]),
+        "p90 ms": lambda row: "" if (p90 := row["latency_ms"]["p90"]) is None else text.format_milliseconds(p90),
+        "max ms": lambda row: text.format_milliseconds(row["latency_ms"]["max"]),
+        "speed-up (95 %)": lambda row: text.format_speedup(row["ratio"]) if row["ratio"] else "",
+    }
+    if any(_format_peak(row["memory"]) for row in rows):
+        columns = {**columns, "peak MiB": lambda row: _format_peak(row["memory"])}
+    return Table.of("Speed", columns, rows)
+
+
+def _pair_ratios(entry: records.BenchRecord) -> Iterator[tuple[records.BenchRow, records.RatioRecord | None]]:
+    """Each row with its ratio, None for the first artifact; the rows of each batch size are in the same order."""
+    rows, ratios = entry["rows"], entry.get("ratios", ())
+    artifacts, rest = len(rows) // max(1, len(rows) - len(ratios)), iter(ratios)
+    return ((row, next(rest) if number % artifacts else None) for number, row in enumerate(rows))
+
+
+def _format_precision(row: records.BenchRow) -> str:
+    modes = {"compile": row["compile"], "cuda graph": row["cuda_graph"], "transfers": row["transfers"]}
+    modes["uint8"] = row.get("input_type") == "uint8"  # then normalization is timed too
+    return row["precision"] + "".join(f" +{mode}" for mode, used in modes.items() if used)
+
+
+def _format_peak(memory: records.MemoryRecord) -> str:
+    """Peak memory in MiB; `+` marks the increase over Python and its libraries, other values are of a whole process."""
+    start, peak = memory["process_start_bytes"], memory["process_peak_bytes"]
+    return "" if peak is None else f"{'' if start is None else '+'}{(peak - (start or 0)) / 2**20:.0f}"
+
+
+def describe_conditions(entries: Sequence[records.BenchRecord]) -> list[str]:
+    """Machine, settings, ratios and warnings of the measurements."""
+    machine, row = entries[0]["machine"], entries[0]["rows"][0]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    hardware = ", ".join([machine["cpu"], f"{machine['cpu_cores_usable']} cores", *machine["gpus"]])
+    tf32 = [f"{e['rows'][0]['runtime']}: TF32 {'on' if e['rows'][0]['tf32'] else 'off'}" for e in entries]
+    about = "; ".join(dict.fromkeys(tf32))
+    settings = f"Measured on {hardware}; {versions}. Artifacts are interleaved; input: {row['input']}. {about}."
+    return [escape_markdown(settings), "\n".join(map(escape_markdown, list_warnings(entries)))]
