@@ -229,7 +229,7 @@ def _export_file(job: Job, planned: PlannedFile, traces: dict[Any, Any]) -> None
         original,
         planned.path,
         options=replace(options, islands=tuple(name for name in options.islands if name in present)),
-        classes=class_names(job),
+        classes=job.class_names,
         progress=job.progress,
         calibration=calibration,
         traces=traces,
@@ -237,13 +237,6 @@ def _export_file(job: Job, planned: PlannedFile, traces: dict[Any, Any]) -> None
     job.files.verification.unlink(missing_ok=True)  # a new file must be verified
     for warning in exported.build.get("warnings", ()):
         job.progress.note(f"{planned.path.name}: {warning}")
-
-
-def class_names(job: Job) -> tuple[str, ...]:
-    """The user's class names, else those of the data or of the weights; numbers if all of these are unknown."""
-    if job.data is not None and job.recipe.model.class_names is None:
-        return job.data.classes
-    return job.resolved.class_names or tuple(map(str, range(job.classes)))
 
 
 def quarantine_failed(job: Job) -> None:

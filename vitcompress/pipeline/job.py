@@ -177,6 +177,13 @@ class Job:
         return int(getattr(self.blank, "num_classes", 0))
 
     @property
+    def class_names(self) -> tuple[str, ...]:
+        """The user's, else those of the data or of the weights; numbers if all of these are unknown."""
+        if self.data is not None and self.recipe.model.class_names is None:
+            return self.data.classes
+        return self.resolved.class_names or tuple(map(str, range(self.classes)))
+
+    @property
     def trainings(self) -> list[TrainOptions]:
         """The trainings of the compressed model after the dense one: those of the steps, and the fine-tuning."""
         finetune = self.recipe.finetune

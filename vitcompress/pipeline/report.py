@@ -30,7 +30,7 @@ from vitcompress.models.checkpoint import read_plan
 from vitcompress.models.cost import count_cost
 from vitcompress.models.preprocessing import Preprocessing
 from vitcompress.pipeline.dense import recorded_source
-from vitcompress.pipeline.export import class_names, describe_fp32_layers
+from vitcompress.pipeline.export import describe_fp32_layers
 from vitcompress.pipeline.folder import dense_folder_of_run
 from vitcompress.pipeline.job import Job
 from vitcompress.pipeline.latency import measured_on
@@ -83,7 +83,7 @@ def write_report(job: Job) -> None:
             "weights": recipe.model.weights,
             **{"weights_sha256" if key == "sha256" else key: value for key, value in recorded_source(job).items()},
             "input": job.input.to_dict(),
-            "classes": list(class_names(job)),
+            "classes": list(job.class_names),
             "uint8": recipe.export.uint8,
         },
         "plan": json.loads(plan.to_json()),
