@@ -98,14 +98,14 @@ def dry_run_recipe(recipe: Recipe, options: RunOptions, *, check: bool = False) 
     problems = _list_problems(checks)
     missing = problems if done and not problems else unopened + problems
     plan = DryRun(
-        recipe.name,
-        str(folder),
-        list(list_work(job)),
-        describe_choice(recipe, searched=False),
-        {} if unopened else {"dense": count_cost(job.blank, job.input.size), "compressed": count_final_cost(job)},
-        missing,
-        [f"all is done: {folder}; --fresh starts over"] if done and not missing else [*no_path, *_notes(job)],
-        job.resolved.settings,
+        recipe=recipe.name,
+        folder=str(folder),
+        stages=list(list_work(job)),
+        layers=describe_choice(recipe, searched=False),
+        cost={} if unopened else {"dense": count_cost(job.blank, job.input.size), "compressed": count_final_cost(job)},
+        missing=missing,
+        notes=[f"all is done: {folder}; --fresh starts over"] if done and not missing else [*no_path, *_notes(job)],
+        settings=job.resolved.settings,
     )
     return _check_dense(job, plan) if check and not missing else plan
 

@@ -176,7 +176,7 @@ def guessed(correct: int, labels: np.ndarray) -> bool:
 def kl_divergence(expected: Tensor, outputs: Tensor) -> Tensor:
     """KL(expected || outputs) of the probabilities of logits, (..., classes) -> (...), in nats, computed in float64.
 
-    The losses of trainings are `losses.soft_loss`, with a temperature and in the type of the training.
+    `losses.soft_loss` has gradients in the type of a training, and a temperature.
     """
     log_p, log_q = expected.double().log_softmax(-1), outputs.double().log_softmax(-1)
     return functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1).clamp(min=0)

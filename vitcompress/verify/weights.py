@@ -77,9 +77,10 @@ class FileTensors:
 
 
 def compare_tensors(module: nn.Module, contents: Contents, rows: Iterable[PlannedTensor] = ()) -> FileTensors:
-    """Compare the tensors of a file with those of `module`, the `exported_module`. Raises ArtifactError.
+    """Compare the tensors of a file with those of `module`, the `exported_module`.
 
-    rows: of the plan, to name the dense tensor that has the shape of an unknown one.
+    rows: of the plan, to name the dense tensor that has the shape of an unknown one. Raises ArtifactError for a damaged
+    file.
     """
     tensors = tensors_of(module)
     matches = _match(tensors, contents.tensors)
@@ -105,7 +106,7 @@ def compare_tensors(module: nn.Module, contents: Contents, rows: Iterable[Planne
 def exported_module(model: nn.Module, metadata: Mapping[str, str]) -> nn.Module:
     """The module whose tensors a file with this metadata stores: `model` in the file's precision and input type.
 
-    Raises InputError if another tool wrote the file.
+    Raises ArtifactError if another tool wrote the file.
     """
     known = decode_json_values(metadata)
     model = rescale(model, settings.factors) if (settings := read_quantization(known)) else model
