@@ -297,6 +297,27 @@ def test_every_option_has_an_environment_variable_of_its_name(monkeypatch: pytes
         assert json.loads(invoke(*words).stdout)["kind"] == "InputError"
 
 
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        (("evaluate", "timm:vit_tiny_patch16_224"), "BATCH", "abc"),
+        (("bench", "timm:vit_tiny_patch16_224"), "BATCH", "0"),
+        (("recipe", "digits_hetdpt"), "MAX_DROP", "500"),
+        (("recipe", "digits_hetdpt"), "FRESH", "perhaps"),
+        (("study", "digits"), "SPEED", "never"),
+    ],
+)
+def test_a_wrong_value_of_the_environment_names_its_variable(
+    words: tuple[str, ...], name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    option = f"--{name.lower().replace('_', '-')}"
+    if option != "--fresh":  # which has no value
+        assert f"Invalid value for '{option}': " in json.loads(invoke(*words, option, value, "--json").stdout)["error"]
+    monkeypatch.setenv(f"VITCOMPRESS_{words[0].upper()}_{name}", value)
+    message = json.loads(invoke(*words, "--json").stdout)["error"]
+    assert f"Invalid value for '{option}' (from VITCOMPRESS_{words[0].upper()}_{name}): " in message
+
+
 def test_quiet_and_verbose(monkeypatch: pytest.MonkeyPatch) -> None:
     def work() -> None:
         with common.show_progress() as progress:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from vitcompress.io.files import user_path
@@ -114,9 +115,18 @@ def add_options(*options: Decorator) -> Decorator:
 class _Option(click.Option):
     """Its environment variable is named after the option, not after the argument of the function."""
 
-    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
+    def _variable(self, ctx: click.Context) -> str:
         name = max(self.opts, key=len).strip("-").replace("-", "_").upper()
-        return os.environ.get(f"{ctx.auto_envvar_prefix}_{name}") or None
+        return f"{ctx.auto_envvar_prefix}_{name}"
+
+    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
+        return os.environ.get(self._variable(ctx)) or None
+
+    def get_error_hint(self, ctx: click.Context | None) -> str:
+        hint = super().get_error_hint(ctx)
+        if ctx is not None and ctx.get_parameter_source(self.name or "") is ParameterSource.ENVIRONMENT:
+            return f"{hint} (from {self._variable(ctx)})"
+        return hint
 
 
 def option(names: str, help: str, type: Any = None, metavar: str | None = None, **about: Any) -> Decorator:
