@@ -93,6 +93,8 @@ def _check_options(recipe: Recipe, options: RunOptions) -> None:
     options_of(RunOptions, vars(options), "this run")
     if options.control and options.structure_only:
         raise InputError("--control trains a model, --structure-only trains nothing", hint="leave one of them out")
+    if options.expect is not None and options.structure_only:
+        raise InputError("--expect needs an accuracy, --structure-only measures none", hint="leave one of them out")
     if options.weights == "train" and recipe.dense is None:
         message = "--weights train needs a [dense] table with training options, and the recipe has none"
         raise InputError(message, hint="use a checkpoint, hub or random")
