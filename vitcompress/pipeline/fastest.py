@@ -1,10 +1,11 @@
 """Choose the format and precision in which a model is the fastest on this machine."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -40,6 +41,14 @@ def options_for(options: ExportOptions, candidate: Candidate) -> ExportOptions:
     return replace(options.only(DEFAULTS.keys() - useless), precision=candidate.precision)
 
 
+def list_candidates(format: str) -> Iterator[Candidate]:
+    """The `format` in each precision that it has."""
+    for precision in PRECISIONS:
+        with suppress(InputError):
+            find_exporter(format).check(ExportOptions(precision=precision))
+            yield Candidate(format, precision)
+
+
 def choose_fastest(
     folder: Path, formats: Sequence[str], options: ExportOptions, *, dense: bool, progress: Progress
 ) -> tuple[Candidate, list[Candidate]]:
@@ -49,7 +58,7 @@ def choose_fastest(
     """
     if reason := next(filter(None, (find_exporter(name).cannot_run() for name in formats)), None):
         raise InputError(f"{', '.join(formats)} files cannot be measured here: {reason}", hint="use another --format")
-    candidates = [Candidate(*pair) for pair in product(formats, PRECISIONS)]
+    candidates = list(chain.from_iterable(map(list_candidates, formats)))
     exports, problem = list[tuple[Candidate, Exported]](), None
     write = partial(export_folder, folder, dense=dense, traces={})
     with TemporaryDirectory(prefix="vitcompress-") as temporary:
