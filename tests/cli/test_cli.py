@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 import pytest
@@ -21,7 +21,9 @@ from click.testing import CliRunner, Result
 
 from vitcompress import cli, recipes
 from vitcompress.cli import common, options
+from vitcompress.exporters.options import Precision
 from vitcompress.io.log_file import log_warnings
+from vitcompress.methods.options import OPTIONS
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "timm", "numpy", "onnx", "onnxruntime", "pydantic", "PIL", "rich")
@@ -79,16 +81,22 @@ def test_completion_and_listing_import_no_torch() -> None:
     assert loaded_by("recipes") == loaded_by("recipes", "keys", "hetdpt") == {"rich", "pydantic"}
 
 
-def test_completion_knows_the_recipes() -> None:
-    environment = {
-        **os.environ,
-        "_VITCOMPRESS_COMPLETE": "bash_complete",
-        "COMP_WORDS": "vitcompress recipe digits_he",
-        "COMP_CWORD": "2",
-    }
+def completions(words: str) -> list[str]:
+    """What bash offers for the last of the `words`."""
+    place = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
     code = "from vitcompress.cli import main; main()"
+    environment = {**os.environ, "_VITCOMPRESS_COMPLETE": "bash_complete", **place}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert "digits_hetdpt" in done.stdout and "deit" not in done.stdout
+    return [line.removeprefix("plain,") for line in done.stdout.split()]
+
+
+def test_completion_knows_names_of_recipes_methods_and_precisions() -> None:
+    offered = completions("vitcompress recipe digits_he")
+    assert "digits_hetdpt" in offered and all(name.startswith("digits_he") for name in offered)
+    assert {*recipes.names(), *OPTIONS} == {*completions("vitcompress recipes keys ")}
+    assert completions("vitcompress recipes keys up") == [*completions("vitcompress recipe up"), "upvit"]
+    assert completions("vitcompress export run --precision ") == [*get_args(Precision), "fastest"]
+    assert completions("vitcompress bench run --precision b") == ["bf16"]
 
 
 @pytest.mark.parametrize("path", ALL, ids=" ".join)

@@ -155,7 +155,7 @@ def sign(artifact: Path, key: Any) -> int:
     click.FloatRange(0, min_open=True),
     "R",
 )
-@opt.option("--precision", "fp32, tf32, fp16, bf16 (default: the file's, fp32 in torch).", opt.parse_name, "PRECISION")
+@opt.precision_option("the file's, fp32 in torch", "fp32", "tf32", "fp16", "bf16")
 @opt.flag("--compile", "Use torch.compile for run folders and timm models.")
 @opt.option("--variants", "Settings to measure torch models with, as in fp32,fp16+compile.", str, "LIST|all")
 @opt.flag("--cuda-graph", "Replay each run from a CUDA graph (GPU only).")

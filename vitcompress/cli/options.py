@@ -139,10 +139,16 @@ def flag(names: str, help: str, **about: Any) -> Decorator:
     return option(names, help, is_flag=True, **about)
 
 
+def precision_option(default: str, *names: str) -> Decorator:
+    """--precision, one of `names`, which shells complete."""
+    help = f"{', '.join(names)} (default: {default})."
+    return option("--precision", help, parse_name, "PRECISION", shell_complete=complete_names(lambda: names))
+
+
 METHODS = ["minmax", "percentile", "entropy", "mse"]
 # Each option is a field of ExportOptions.
 export_options = add_options(
-    option("--precision", "fp32 (default), tf32, fp16, bf16, int8, int8+bf16, fp8, fastest.", parse_name, "PRECISION"),
+    precision_option("fp32", "fp32", "tf32", "fp16", "bf16", "int8", "int8+bf16", "fp8", "fastest"),
     option("--opset", "ONNX operator set (default: chosen and recorded with the reason).", int),
     option("--batch", "Batch sizes of an engine (trt).", parse_batch_range, "MIN:OPT:MAX"),
     option("--sm", "Compute capabilities, as in 80,89 (trt).", parse_capabilities, "LIST"),

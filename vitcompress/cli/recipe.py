@@ -140,8 +140,14 @@ def show(name: str) -> int:
     return print_result({"name": name, "toml": text}, lambda _: terminal.print_document(text, "toml"))
 
 
+def _recipes_and_methods() -> tuple[str, ...]:
+    from vitcompress.methods.options import OPTIONS
+
+    return (*shipped.names(), *OPTIONS)
+
+
 @recipes.command()
-@click.argument("source", metavar="NAME|FILE|METHOD", shell_complete=opt.complete_names(shipped.names))
+@click.argument("source", metavar="NAME|FILE|METHOD", shell_complete=opt.complete_names(_recipes_and_methods))
 @opt.flag("--all every", "For a method: also the keys of the other tables of a recipe.")
 @common_options
 def keys(source: str, every: bool) -> int:
