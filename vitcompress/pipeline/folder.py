@@ -63,8 +63,9 @@ def _check_content(files: RunFolder, expected: str, fresh: bool) -> None:
     if fresh and not text.startswith(HEADER):
         raise OutputError(f"{files.recipe} was not written by a run, so nothing here is replaced", hint=ELSEWHERE)
     if not fresh and text != expected and _rewrite(text) != expected:
-        message = f"{folder} contains a run of another recipe ({difference(text, expected)})"
-        other = " (or add exported files with `vitcompress export`)" * files.report.is_file()  # of a finished run
+        message = f"{folder} contains a run of another recipe ({'; '.join(changed := difference(text, expected))})"
+        addable = files.report.is_file() and all(line.startswith("export.") for line in changed)  # to a finished run
+        other = " (or add exported files with `vitcompress export`)" * addable
         raise OutputError(message, hint=f"{ELSEWHERE}, or start over in this one with --fresh{other}")
 
 
@@ -77,16 +78,15 @@ def _rewrite(text: str) -> str:
     return recipe_text(recipe, structure_only=STRUCTURE_ONLY in text)
 
 
-def difference(there: str, here: str) -> str:
+def difference(there: str, here: str) -> list[str]:
     """The first settings that differ between two recipe texts, by their full names."""
     try:
         changed = describe_differences(tomllib.loads(there), tomllib.loads(here))
     except tomllib.TOMLDecodeError:
-        return "its recipe.toml is not readable"
-    if changed:
-        return "; ".join(changed)
+        return ["its recipe.toml is not readable"]
     kinds = ["structure only" if STRUCTURE_ONLY in text else "a whole run" for text in (there, here)]
-    return "written by another version" if kinds[0] == kinds[1] else f"{kinds[0]} there, {kinds[1]} here"
+    other = "written by another version" if kinds[0] == kinds[1] else f"{kinds[0]} there, {kinds[1]} here"
+    return changed or [other]
 
 
 def check_writable(folder: Path) -> None:
