@@ -112,8 +112,10 @@ def speed_rows(entries: Iterable[records.BenchRecord]) -> Iterator[tuple[str, ..
             key = pair[0]["artifact"], pair[1]["artifact"], pair[2]["batch"], *map(pair[0].get, SETTINGS)
             if key not in best or (best[key][0] and not disturbed):
                 best[key] = disturbed, pair
+    several = len({dense["threads"] for _, (dense, *_) in best.values()}) > 1
     for _, (dense, compressed, ratio) in best.values():
-        where = f"{dense['runtime']} {dense['device']} {_format_precision(dense)}, batch {dense['batch']}"
+        threads = f", threads {dense['threads']}" * (several and dense["threads"] is not None)
+        where = f"{dense['runtime']} {dense['device']} {_format_precision(dense)}{threads}, batch {dense['batch']}"
         times = [row["latency_ms"]["p50"] for row in (dense, compressed)]
         rates = [row["images_per_second"] for row in (dense, compressed)]
         yield f"latency, median ({where})", *(f"{text.format_milliseconds(t)} ms" for t in times), ""

@@ -344,6 +344,15 @@ def test_the_summary_has_one_speed_of_each_setting(measured: tuple[Path, dict[st
         assert speeds[-1][-1].startswith(shown)
 
 
+def test_the_summary_states_threads_if_they_differ(measured: tuple[Path, dict[str, Any]]) -> None:
+    (entry, *_) = measured[1]["bench"]
+    entries = [{**entry, "rows": [{**row, "threads": threads} for row in entry["rows"]]} for threads in (1, 2, None)]
+    for count, named in ((1, 0), (2, 2), (3, 2)):
+        rows = run.summary_table({**measured[1], "bench": entries[:count]}).rows
+        names = [row[0] for row in rows if row[0].startswith("speed-up")]
+        assert len(set(names)) == count and sum(", threads " in name for name in names) == named
+
+
 def test_the_cost_of_a_model_fits_the_report() -> None:
     counted = count_cost(build("plain", dtype=torch.float32), (3, 8, 8)).to_dict()
     rows = run.cost_table({"recipe": "x", "cost": {"dense": counted, "compressed": counted}}).rows
