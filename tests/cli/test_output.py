@@ -172,6 +172,24 @@ def test_columns_with_one_value_move_below_a_table_that_is_too_wide(
     assert all(len(line) <= width for line in drawn.splitlines() if not line.startswith("all:"))
 
 
+@pytest.mark.parametrize(("width", "listed"), [(40, True), (66, False), (80, False), (200, False)])
+@pytest.mark.parametrize("wrap", [False, True])
+def test_no_word_is_split(width: int, listed: bool, wrap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    stdout = Terminal()
+    monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setenv("COLUMNS", str(width))
+    columns = ("artifact", "top-1", "images/s", "sha256", "95 % interval")
+    rows = (
+        ("dense.onnx", "38.52 % (208/540)", "2,162", "10f4a845f758", "34.51 to 42.69 %"),
+        ("model.onnx", "39.26 % (212/540)", "12,229", "3e855d9ccf2c", "35.23 to 43.44 %"),
+    )
+    print_table(Table("Speed", columns, rows), wrap=wrap)
+    drawn = re.sub(r"\x1b\[[0-9;]*m", "", stdout.getvalue())
+    words = {word for row in rows for cell in row for word in cell.split()}
+    assert words <= set(drawn.split()) and all(len(line) <= width for line in drawn.splitlines())
+    assert ("┃" not in drawn) == listed and drawn.count("Speed") == 1
+
+
 EXPORT: dict[str, Any] = {
     "folder": "run",
     "path": "model.onnx",

@@ -16,6 +16,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 from rich.syntax import Syntax
+from rich.table import Column
 from rich.table import Table as RichTable
 from rich.text import Text as RichText
 
@@ -68,8 +69,9 @@ def print_document(text: str, kind: Literal["toml", "markdown"]) -> None:
 def print_table(table: Table, *, wrap: bool = False) -> None:
     """A table on standard output; the first column is aligned left, the others right, and verdicts are colored.
 
-    If the terminal is too narrow, columns with the same value in every row are printed once, below the table. wrap:
-    long texts, which are wrapped and aligned left instead.
+    If the terminal is too narrow, columns with the same value in every row are printed once, below the table; if words
+    would still be split, each row is a list. wrap: long texts, which are wrapped and aligned left instead, the last
+    column between any letters.
     """
     console, rows, shared = stream_console(stderr=False), table.rows, dict[str, str]()
     unlimited = console.options.update(width=UNLIMITED)
@@ -78,9 +80,17 @@ def print_table(table: Table, *, wrap: bool = False) -> None:
         shared = {name: rows[0][n] for n, name in enumerate(table.columns) if n not in varying and rows[0][n]}
         columns, *rest = (tuple(cells[n] for n in varying) for cells in (table.columns, *rows))
         table = Table(table.title, columns, tuple(rest))
+    drawn = words = table
     if wrap:
-        table = replace(table, rows=tuple((_wrap_name(row[0], console.width // 3), *row[1:]) for row in rows))
-    console.print(_as_rich(table, wrap))
+        drawn = replace(table, rows=tuple((_wrap_name(row[0], console.width // 3), *row[1:]) for row in rows))
+        words = Table("", table.columns[:-1], tuple(row[:-1] for row in drawn.rows))
+    if Measurement.get(console, unlimited, _as_rich(words, wrap)).minimum <= console.width:
+        console.print(_as_rich(drawn, wrap))
+    else:
+        print_text(table.title)
+        for row in table.rows:
+            print_pairs((column, cell) for column, cell in zip(table.columns, row, strict=True) if cell)
+            print_text("")
     if shared:
         print_text(f"all: {', '.join(f'{column} {text}' for column, text in shared.items())}")
 
@@ -95,7 +105,9 @@ def _as_rich(table: Table, wrap: bool = False) -> RichTable:
     title = Text(table.title, style="bold") if table.title else None
     drawn = RichTable(title=title, title_justify="left", header_style="bold")
     for number, column in enumerate(table.columns):
-        drawn.add_column(Text(column), justify="left" if wrap or number == 0 else "right", overflow="fold")
+        side: Literal["left", "right"] = "left" if wrap or number == 0 else "right"
+        one_word = not any(" " in row[number] for row in table.rows) and not (wrap and column == table.columns[-1])
+        drawn.add_column(Text(column), justify=side, overflow="fold", no_wrap=one_word)
     for row in table.rows:
         drawn.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
     return drawn
@@ -103,7 +115,8 @@ def _as_rich(table: Table, wrap: bool = False) -> RichTable:
 
 def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
     """Names with their descriptions, without borders."""
-    table = RichTable("", "", box=None, show_header=False, pad_edge=False)
+    columns = Column(overflow="fold"), Column(overflow="fold")
+    table = RichTable(*columns, box=None, show_header=False, pad_edge=False)
     for name, text in pairs:
         table.add_row(Text(name, style="bold"), Text(text))
     stream_console(stderr=False).print(table)
