@@ -172,6 +172,15 @@ def test_columns_with_one_value_move_below_a_table_that_is_too_wide(
     assert all(len(line) <= width for line in drawn.splitlines() if not line.startswith("all:"))
 
 
+@pytest.mark.parametrize("others", [1, 2])
+def test_the_number_of_hidden_warnings_is_printed(others: int, capsys: pytest.CaptureFixture[str]) -> None:
+    bench: Any = {"rows": [], "disturbed": [], "warnings": ["noisy"] * 5, "notes": ["shared"] * others}
+    tables.print_bench(bench, Table("Speed", ("artifact",), ()), notes=False)
+    assert f"warnings and notes not shown: {others} (--notes prints them)\n" in capsys.readouterr().err
+    tables.print_bench(bench, Table("Speed", ("artifact",), ()), notes=True)
+    assert "not shown" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("width", "listed"), [(40, True), (66, False), (80, False), (200, False)])
 @pytest.mark.parametrize("wrap", [False, True])
 def test_no_word_is_split(width: int, listed: bool, wrap: bool, monkeypatch: pytest.MonkeyPatch) -> None:

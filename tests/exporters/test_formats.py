@@ -75,7 +75,7 @@ def test_an_exporter_of_another_package_is_an_entry_point(tmp_path: Path, monkey
 
 def test_an_entry_point_that_is_no_exporter_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path / "site", "wrong = exporting_tool:WRONG", monkeypatch)
-    with pytest.raises(InputError, match="wrong = exporting_tool:WRONG is not a Exporter"):
+    with pytest.raises(InputError, match="wrong = exporting_tool:WRONG is not of type Exporter"):
         find_exporter("wrong")
 
 

@@ -193,14 +193,14 @@ def test_families_of_other_packages_are_used_for_models_that_no_built_in_family_
         name = "custom"
 
         def problem(self, model: nn.Module) -> str | None:
-            return None if isinstance(model, Custom) else f"it is a {type(model).__name__}"
+            return None if isinstance(model, Custom) else f"it is of type {type(model).__name__}"
 
     custom = CustomFamily()
     reads: list[str] = []
     monkeypatch.setattr(lookup, "load_plugins", lambda group, kind: reads.append(group) or {"custom": custom})
     assert family_of(build("plain")).name == "vit" and not reads, "entry points are read only if needed"
     assert family_of(Custom()).name == "custom" and reads == ["families"]
-    with pytest.raises(UnsupportedModelError, match="it is a Linear"):
+    with pytest.raises(UnsupportedModelError, match="it is of type Linear"):
         family_of(nn.Linear(1, 1))
 
 
@@ -208,7 +208,7 @@ def test_families_of_other_packages_are_used_for_models_that_no_built_in_family_
     ("axis", "message"),
     [
         (Axis("blocks.0.attn.q_bias", 0), "no mask applies to blocks.0.attn.q_bias"),
-        (Axis("blocks.0.norm1.weight", 0), "its norm is a LayerNorm2d"),
+        (Axis("blocks.0.norm1.weight", 0), "its norm is of type LayerNorm2d"),
         (Axis("blocks.0.extra.running_mean", 0), "no mask applies to blocks.0.extra.running_mean"),
     ],
 )
@@ -229,33 +229,33 @@ SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_head
 @pytest.mark.parametrize(
     ("arch", "args", "reason"),
     [
-        ("resnet18", {}, "it is a ResNet"),
-        ("swinv2_tiny_window8_256", STAGED, "it is a SwinTransformerV2"),
-        ("beit_base_patch16_224", {**SMALL, "swiglu_mlp": True}, "its FFN is a SwiGLU"),
+        ("resnet18", {}, "it is of type ResNet"),
+        ("swinv2_tiny_window8_256", STAGED, "it is of type SwinTransformerV2"),
+        ("beit_base_patch16_224", {**SMALL, "swiglu_mlp": True}, "its FFN is of type SwiGLU"),
         ("beit_base_patch16_224", {**SMALL, "use_shared_rel_pos_bias": True}, "share one table of relative positions"),
         ("eva02_tiny_patch14_224", {**SMALL, "qkv_fused": False}, "its q, k and v have separate layers"),
-        ("swin_tiny_patch4_window7_224", {**STAGED, "norm_layer": RmsNorm}, "its norm is a RmsNorm"),
-        ("vit_tiny_patch16_224", {**SMALL, "global_pool": "prr"}, "its attention pool is a AttentionPoolPrr"),
+        ("swin_tiny_patch4_window7_224", {**STAGED, "norm_layer": RmsNorm}, "its norm is of type RmsNorm"),
+        ("vit_tiny_patch16_224", {**SMALL, "global_pool": "prr"}, "its attention pool is of type AttentionPoolPrr"),
         ("vit_tiny_patch16_224", {**SMALL, "qk_norm": True}, "normalizes q, k"),
         ("vit_tiny_patch16_224", {**SMALL, "scale_attn_norm": True}, "normalizes q, k or its output"),
         ("vit_tiny_patch16_224", {**SMALL, "scale_mlp_norm": True}, "normalizes its hidden channels"),
-        ("vit_tiny_patch16_224", {**SMALL, "norm_layer": "rmsnorm"}, "its norm is a RmsNorm"),
-        ("vit_tiny_patch16_224", {**SMALL, "embed_norm_layer": "rmsnorm"}, "its norm is a RmsNorm"),
-        ("vit_tiny_patch16_224", {**SMALL, "attn_layer": "diff"}, "its attention is a DiffAttention"),
-        ("vit_tiny_patch16_224", {**SMALL, "mlp_layer": SwiGLU}, "its FFN is a SwiGLU"),
+        ("vit_tiny_patch16_224", {**SMALL, "norm_layer": "rmsnorm"}, "its norm is of type RmsNorm"),
+        ("vit_tiny_patch16_224", {**SMALL, "embed_norm_layer": "rmsnorm"}, "its norm is of type RmsNorm"),
+        ("vit_tiny_patch16_224", {**SMALL, "attn_layer": "diff"}, "its attention is of type DiffAttention"),
+        ("vit_tiny_patch16_224", {**SMALL, "mlp_layer": SwiGLU}, "its FFN is of type SwiGLU"),
         ("vit_tiny_patch16_224", {**SMALL, "mlp_layer": GluMlp, "proj_bias": False}, "gated FFN has no biases"),
-        ("vit_base_patch16_rpn_224", SMALL, "its blocks are ResPostBlock"),
+        ("vit_base_patch16_rpn_224", SMALL, "its blocks are of type ResPostBlock"),
         (
             "vit_tiny_r_s16_p8_224",
             {"img_size": 64, "embed_dim": 16, "depth": 1, "num_heads": 4},
-            "its stem is a HybridEmbed",
+            "its stem is of type HybridEmbed",
         ),
     ],
 )
 def test_other_models_are_rejected_with_the_reason(arch: str, args: dict, reason: str) -> None:
     with pytest.raises(UnsupportedModelError, match=reason) as caught:
         family_of(timm.create_model(arch, **args))
-    assert caught.value.message.count("it is a") == reason.count("it is a"), "a reason of another family"
+    assert caught.value.message.count("it is of") == reason.count("it is of"), "a reason of another family"
     assert (caught.value.hint or "").startswith("supported:") and "PVTv2" in str(caught.value.hint).splitlines()[-1]
     assert not str(caught.value.hint).endswith("...")
 
@@ -271,7 +271,7 @@ def test_other_models_are_rejected_with_the_reason(arch: str, args: dict, reason
         ({"out_features": 0}, "no MLP of two linear layers"),
         ({"latent_dim": 8}, "different widths"),
         ({"out_features": 8}, "different widths"),
-        ({"norm_layer": RmsNorm}, "its norm is a RmsNorm"),
+        ({"norm_layer": RmsNorm}, "its norm is of type RmsNorm"),
     ],
 )
 def test_other_pools_are_rejected(args: dict, reason: str) -> None:

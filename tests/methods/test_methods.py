@@ -178,7 +178,7 @@ def test_a_method_of_another_package_is_an_entry_point(monkeypatch: pytest.Monke
     (info / "entry_points.txt").write_text("[vitcompress.methods]\nmine = pruner:METHOD\nwrong = pruner:OTHER\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert find_method("mine") is METHODS["fixed"]
-    with pytest.raises(InputError, match="wrong = pruner:OTHER is not a Method"):
+    with pytest.raises(InputError, match="wrong = pruner:OTHER is not of type Method"):
         find_method("wrong")
     assert keys_of("mine")[0].key.startswith("step.0.")
     for find in (find_method, keys_of):

@@ -228,8 +228,8 @@ def test_models_with_other_names_than_those_of_timm_are_planned_as_those_of_crea
         (lambda: vc.plan(model(), "isomorphic", batches(), keep_ratio=2.0), "keep_ratio"),
         (lambda: vc.finetune(model(), batches(), epoch=3), "epoch"),
         (lambda: vc.finetune(model(), iter(batches())), "without a length"),
-        (lambda: vc.finetune(model(), torch.utils.data.DataLoader(Frames(), 4)), "a DataLoader without a length"),
-        (lambda: vc.evaluate(model(), None), "a NoneType without a length"),
+        (lambda: vc.finetune(model(), torch.utils.data.DataLoader(Frames(), 4)), "of type DataLoader without a length"),
+        (lambda: vc.evaluate(model(), None), "of type NoneType without a length"),
         (lambda: vc.evaluate(model(), batches(), batch_size=0), "batch_size   got 0, expected 1 or more"),
         (lambda: vc.evaluate(model(), batches(), batch_size=3), "batch_size has no effect: the data are batches"),
         (lambda: vc.evaluate(model(), batches(), workers=2), "workers has no effect: the data are batches"),
@@ -244,7 +244,7 @@ def test_models_with_other_names_than_those_of_timm_are_planned_as_those_of_crea
         (lambda: vc.export(model(), "x.engine"), "trt and trt-rtx"),
         (lambda: vc.export(model(), "x.onnx", precision="int4"), "precision"),
         (lambda: vc.create_model("vit_tini"), "vit_tini"),
-        (lambda: vc.plan(vc.create_model("resnet18"), "magnitude"), "cannot be pruned: it is a ResNet"),
+        (lambda: vc.plan(vc.create_model("resnet18"), "magnitude"), "cannot be pruned: it is of type ResNet"),
         (lambda: vc.finetune(model(), batches(), augmentation={"mixup": 0.5}), "augmentation has no effect"),
         (lambda: vc.finetune(model(), batches(), batch_size=4), "batch_size has no effect"),
         *(
@@ -538,7 +538,7 @@ def test_data_of_another_form_is_rejected(tmp_path: Path) -> None:
         (Loader(images[0, 0, 0, 0].item()), "a batch is float instead of two tensors"),
         (Loader((images, labels, labels)), "a batch has Tensor, Tensor, Tensor instead"),
         ([(images[0], 1, 2)], "too many values"),
-        (Records(), "an item is a dict"),
+        (Records(), "an item is of type dict"),
         ([(images[0], torch.eye(4)[1].long())], "a label is not a whole number"),
         ([(images[0], 1), (images[0, :, 1:], 1)], "images of one batch have the shapes 1x7x8, 1x8x8"),
         ([(images[0].numpy(), 1)], "images of float32"),
@@ -881,9 +881,9 @@ def tied(network: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (adapted, r"its blocks\.0\.mlp\.fc1 is a Adapted; use a plain layer"),
-        (wrapped, r"its blocks\.0\.attn\.qkv is a Sequential; use a plain layer"),
-        (parametrized, r"its blocks\.0\.attn\.qkv is a ParametrizedLinear"),
+        (adapted, r"its blocks\.0\.mlp\.fc1 is of type Adapted; use a plain layer"),
+        (wrapped, r"its blocks\.0\.attn\.qkv is of type Sequential; use a plain layer"),
+        (parametrized, r"its blocks\.0\.attn\.qkv is of type ParametrizedLinear"),
         (masked, r"its blocks\.1\.attn\.qkv computes its weight; make it permanent"),
         (tied, "some of its modules share parameters"),
     ],
@@ -985,7 +985,7 @@ def test_a_method_object_and_an_entry_point_work(monkeypatch: pytest.MonkeyPatch
     (info / "entry_points.txt").write_text("[vitcompress.methods]\nplugged = plugin:METHOD\nbroken = plugin:Options\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert vc.plan(model(), "plugged").removed == {"blocks.0.attn": "drop"}
-    with pytest.raises(InputError, match="is not a Method"):
+    with pytest.raises(InputError, match="is not of type Method"):
         vc.plan(model(), "broken")
 
 

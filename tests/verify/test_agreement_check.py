@@ -33,7 +33,7 @@ def test_a_changed_class_is_allowed_within_twice_the_tolerance(margin: float, wi
     low, high = (f"{100 * end:.1f}" for end in wilson(1, 20))
     detail = (
         f"agrees with the model: {19 + within} of 20 images (1 in another class, 95 % interval {low} to {high} %; "
-        f"{int(within)} of them near ties, which rounding explains)"
+        f"{int(within)} of them between near ties, which rounding explains)"
     )
     verdict: Any = "passed" if within else "failed"
     assert agreement_check("a", expected, got, 1.0) == Check("a", verdict, float(not within), 0.0, detail)

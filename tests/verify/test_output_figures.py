@@ -90,7 +90,7 @@ def test_the_detail_counts_the_flips() -> None:
     low, high = (f"{100 * end:.1f}" for end in wilson(3, 40))
     assert check.detail == (
         f"agrees with the model: 39 of 40 images (3 in another class, 95 % interval {low} to {high} %; "
-        "2 of them near ties, which rounding explains); fp16 in a runtime"
+        "2 of them between near ties, which rounding explains); fp16 in a runtime"
     )
 
 

@@ -120,9 +120,9 @@ class Family(ABC):
         """None, or why the family does not support the model (completes "this model cannot be pruned: ")."""
         stem, supported = getattr(model, "patch_embed", None), isinstance(model, self.model_type)
         if not supported:
-            return f"it is a {type(model).__name__}"
+            return f"it is of type {type(model).__name__}"
         if not isinstance(stem, self.stem_type):
-            return f"its stem is a {type(stem).__name__}"
+            return f"its stem is of type {type(stem).__name__}"
         if len([*model.parameters()]) < len([*model.named_parameters(remove_duplicate=False)]):
             return "some of its modules share parameters"  # a plan names each of them
         named = dict(model.named_modules())
@@ -137,9 +137,9 @@ class Family(ABC):
         attn, mlp = getattr(block, "attn", None), getattr(block, "mlp", None)
         sliced = (type(attn),) if isinstance(attn, AnyWidthAttention) else ()
         for what, part, types in (
-            ("blocks are", block, (self.block_type, EditedBlock)),
-            ("attention is a", attn, (*self.sliced, *sliced)),
-            ("FFN is a", mlp, (*self.ffn_types, nn.Linear)),  # a folded FFN is a linear layer
+            ("blocks are of type", block, (self.block_type, EditedBlock)),
+            ("attention is of type", attn, (*self.sliced, *sliced)),
+            ("FFN is of type", mlp, (*self.ffn_types, nn.Linear)),  # a folded FFN is a linear layer
         ):
             if part is not None and type(part) not in types:
                 return f"its {what} {type(part).__name__}"
@@ -277,7 +277,7 @@ def is_empty(*parts: nn.Module | None) -> bool:
 def layer_problem(layer: nn.Module) -> str | None:
     """Why `layer` is no plain layer: a wrapper, as of LoRA, another class, or computed weights."""
     if type(layer) not in LAYERS:
-        return None if is_empty(layer) else f"is a {type(layer).__name__}; use a plain layer"
+        return None if is_empty(layer) else f"is of type {type(layer).__name__}; use a plain layer"
     return None if "weight" in dict(layer.named_parameters()) else COMPUTED
 
 
@@ -286,7 +286,7 @@ def norm_problem(norm: nn.Module) -> str | None:
     if is_empty(norm):
         return None
     if not isinstance(norm, nn.LayerNorm) or isinstance(norm, LayerNorm2d):  # LayerNorm2d normalizes dimension 1
-        return f"its norm is a {type(norm).__name__}"
+        return f"its norm is of type {type(norm).__name__}"
     return None if norm.elementwise_affine else "its LayerNorm has no weights"
 
 
@@ -295,7 +295,7 @@ def pool_problem(pool: Any, width: int) -> str | None:
     if pool is None or isinstance(pool, SlicedPool):
         return None
     if not isinstance(pool, AttentionPoolLatent):
-        return f"its attention pool is a {type(pool).__name__}"
+        return f"its attention pool is of type {type(pool).__name__}"
     if pool.latent_len != 1 or pool.pool != "token":
         return "its attention pool has more than one latent or output token"
     if pool.pos_embed is not None or not is_empty(pool.q_norm, pool.k_norm):

@@ -33,7 +33,7 @@ def family_of(model: nn.Module) -> Family:
             if (problem := family.problem(model)) is None:
                 return family
             problems[family.supported] = problem
-    other_type = f"it is a {type(model).__name__}"
+    other_type = f"it is of type {type(model).__name__}"
     reason = next((problem for problem in problems.values() if problem != other_type), other_type)
     raise UnsupportedModelError(f"this model cannot be pruned: {reason}", hint="\n  ".join(["supported:", *problems]))
 

@@ -46,7 +46,7 @@ def _load(point: EntryPoint, kind: type[Any]) -> Any:
     except Exception as error:  # any code may run here
         raise InputError(f"entry point {point.name} = {point.value} does not load: {error}", hint=_HINT) from error
     if not isinstance(plugin, kind):
-        raise InputError(f"entry point {point.name} = {point.value} is not a {kind.__name__}", hint=_HINT)
+        raise InputError(f"entry point {point.name} = {point.value} is not of type {kind.__name__}", hint=_HINT)
     return plugin
 
 

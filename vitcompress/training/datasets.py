@@ -116,7 +116,7 @@ class MappedImages(Images):
         try:
             item: Any = dataset[0]
             if not isinstance(item, tuple | list):
-                raise TypeError(f"an item is a {type(item).__name__}")
+                raise TypeError(f"an item is of type {type(item).__name__}")
             samples = getattr(getattr(dataset, "reader", None), "samples", None) or ()
             labels = dataset.targets if hasattr(dataset, "targets") else [sample[1] for sample in samples]
             if len(labels) != len(dataset):

@@ -175,7 +175,7 @@ def open_source(data: Any, runtime: Runtime, model: Any = None, *, once: bool = 
         if not (once and isinstance(data, Iterable)) and not len(data):
             raise DataError("there are no batches", hint="at least one is needed")
     except TypeError:  # also of a DataLoader of a stream
-        message = f"the batches are a {type(data).__name__} without a length, so they cannot be read in every epoch"
+        message = f"batches of type {type(data).__name__} without a length cannot be read in every epoch"
         raise InputError(message, hint="pass a list of batches, a map-style data set, or a DataLoader of one") from None
     if runtime.world_size > 1:
         message = f"{runtime.world_size} processes cannot share an iterable of batches"

@@ -102,7 +102,7 @@ class Comparison:
     def describe_flips(self) -> str:
         low, high = (f"{100 * end:.1f}" for end in wilson(self.flips, self.images))
         text = f"agrees with the model: {self.images - self.unexplained:,} of {self.images:,} images"
-        near = f"{self.flips - self.unexplained} of them near ties, which rounding explains"
+        near = f"{self.flips - self.unexplained} of them between near ties, which rounding explains"
         counts = f"{self.flips} in another class, 95 % interval {low} to {high} %; {near}"
         return f"{text} ({counts})" if self.flips else text
 

@@ -180,7 +180,7 @@ def print_bench(bench: BenchRecord, table: Table, *, notes: bool) -> None:
     for line in lines[:shown]:
         print_line(shorten_names(line, names))
     if rest := len(lines) - shown:
-        print_line(f"{rest} more warnings and notes: --notes")
+        print_line(f"warnings and notes not shown: {rest} (--notes prints them)")
 
 
 def print_accuracy(evaluation: Evaluation) -> None:
