@@ -178,6 +178,17 @@ def test_bad_folders_are_rejected_when_opened(tmp_path: Path, spoil: Callable[[P
     assert caught.value.hint
 
 
+def test_unreadable_training_and_test_images_are_listed_together(tmp_path: Path) -> None:
+    root = image_folder(tmp_path, {"train": {"a": 3, "b": 3}, "val": {"a": 2, "b": 2}})
+    broken = [root / "train/a/1.png", root / "val/b/0.png"]
+    for path in broken:
+        path.write_bytes(b"no image")
+    with pytest.raises(DataError) as caught:
+        open_data(DataOptions("imagefolder", str(root)), seed=0)
+    assert all(str(path) in caught.value.message for path in broken)
+    assert caught.value.hint == "remove or replace these files, or set data.broken = 'skip'"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -147,8 +147,15 @@ def _image_folder(options: DataOptions) -> Splits:
     folder = _part(options, train=True)
     classes = class_names(folder)
     _check_classes(str(folder), classes, None)
-    parts, skip = (folder, _part(options)), options.broken == "skip"
-    train, test = (FolderImages(part, classes, skip_broken=skip) for part in parts)
+    parts, errors = list[FolderImages](), list[DataError]()
+    for part in (folder, _part(options)):
+        try:
+            parts.append(FolderImages(part, classes, skip_broken=options.broken == "skip"))
+        except DataError as error:  # the other part may have one, too
+            errors.append(error)
+    if errors:
+        raise DataError("\n".join(error.message for error in errors), hint=errors[0].hint)
+    train, test = parts
     return Splits(str(user_path(options.path or "")), classes, train, test=test, skipped=train.skipped + test.skipped)
 
 
