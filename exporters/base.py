@@ -94,7 +94,7 @@ class Contents:
     """The tensors of a file, which are read without running anything, one at a time.
 
     size: bytes of the file and of its data files.
-    metadata: what the file states about its model, each value as JSON text; `precision` is that of the tensors.
+    metadata: what the file states about its model, as JSON text; `precision` is that of the tensors, `opset` of ONNX.
     lists: names of node attributes with more numbers than any setting needs, in which weights could be hidden.
     """
 

@@ -123,7 +123,8 @@ def read_contents(path: Path) -> Contents:
     lists = (a.name for a in attributes if max(len(a.floats), len(a.ints), len(a.s)) > LONGEST_LIST)
     names = {name for tensor in tensors if (name := location(tensor))}
     data = sum((path.parent / name).stat().st_size for name in names)
-    return Contents(tuple(stored), path.stat().st_size + data, metadata(model), tuple(lists))
+    opset = next((entry.version for entry in model.opset_import if not entry.domain), 0)
+    return Contents(tuple(stored), path.stat().st_size + data, {**metadata(model), "opset": str(opset)}, tuple(lists))
 
 
 def _decodes(node: Any, named: Mapping[str, Any]) -> bool:

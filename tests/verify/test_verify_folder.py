@@ -290,6 +290,14 @@ def test_a_sidecar_states_what_its_file_states(key: str, value: str, says: str, 
     assert failed.name == "onnx.metadata" and says in failed.detail
 
 
+@pytest.mark.parametrize(("key", "value"), [("opset", 18), ("precision", "fp16")])
+def test_a_sidecar_states_opset_and_precision_of_its_file(key: str, value: object, folder: Path) -> None:
+    before = read_sidecar(folder / "model.onnx")[key]
+    amend_sidecar(folder / "model.onnx", **{key: value})
+    (failed,) = (check for check in verify_folder(folder).checks if check.verdict == "failed")
+    assert failed.name == "onnx.metadata" and f"{key} is {before!r} in model.onnx, not {value!r}" in failed.detail
+
+
 def test_an_engine_of_another_plan_fails(folder: Path) -> None:
     """Without a GPU nothing but its sidecar shows that it is of another run."""
     engine, known = folder / "model.engine", read_sidecar(folder / "model.onnx")

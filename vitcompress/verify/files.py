@@ -1,5 +1,6 @@
 """All checks of one exported file: its sidecar, its graph, its weights and its outputs; and what follows from them."""
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -72,9 +73,11 @@ def metadata_check(path: Path, original: PlannedOriginal, contents: Contents | N
     """
     stated: dict[str, Mapping[str, str]] = {}
     if sidecar := usable_sidecar(path):
-        stated[sidecar_path(path).name] = sidecar["metadata"]
-    recorded = decode_json_values(sidecar.get("metadata", {}))
-    recorded.pop("precision", None)  # contents have that of the tensors
+        own = {key: json.dumps(sidecar[key]) for key in ("opset", "precision") if path.suffix == ".onnx"}
+        stated[sidecar_path(path).name] = {**sidecar["metadata"], **own}
+    recorded = decode_json_values(stated.get(sidecar_path(path).name, {}))
+    if path.suffix != ".onnx":
+        recorded.pop("precision", None)  # contents have that of the tensors
     if contents is not None:
         stated[path.name] = contents.metadata
     config, count = input_config(original.model), getattr(original.model, "num_classes", 0)
