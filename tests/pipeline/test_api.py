@@ -679,6 +679,15 @@ def test_batches_that_are_missing_stop_a_training(accumulate: int, read: int) ->
         vc.finetune(model(), Once(*batches()), epochs=2)
 
 
+def test_a_batch_without_images_stops_a_training_and_counts_nothing_in_an_evaluation() -> None:
+    """Its loss is NaN, which was reported as divergence."""
+    first, second, *_ = batches()
+    empty = tuple(part[:0] for part in first)
+    with pytest.raises(DataError, match="batch 1 of epoch 1 has no images"):
+        vc.finetune(model(), [first, empty, second], epochs=1)
+    assert vc.evaluate(model(), [first, empty, second]) == vc.evaluate(model(), [first, second])
+
+
 def test_settings_of_batches() -> None:
     plain, smooth = (
         vc.finetune(model(), batches(), epochs=1, augmentation={"smoothing": smoothing}).history[0]["loss"]

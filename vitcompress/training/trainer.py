@@ -198,6 +198,9 @@ class Learner:
                 message = f"the data gave {step * parts + part} of {len(self.loader)} batches in epoch {number + 1}"
                 raise DataError(message, hint="pass batches that every epoch can read, as many as their length states")
             images, targets = batch
+            if not len(images):
+                message = f"batch {step * parts + part} of epoch {number + 1} has no images"
+                raise DataError(message, hint="leave empty batches out: there is no loss to take a step with")
             if part == 0 and self.hooks:
                 self.hooks.before_step(number, step, self.steps, partial(self._backward, images, targets))
                 self.optimizer.zero_grad(set_to_none=True)
