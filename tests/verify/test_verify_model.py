@@ -20,6 +20,7 @@ from vitcompress.models.create import input_config
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply_to_copy
 from vitcompress.verify.folder import noise_images, recorded_images, reload_check, standard_check, verify_folder
+from vitcompress.verify.outputs import Original
 from vitcompress.verify.tolerance import reference
 
 X = images("plain", dtype=torch.float32)
@@ -29,11 +30,11 @@ def test_reload_sees_one_bit() -> None:
     model = build("plain", dtype=torch.float32)
     other = deepcopy(model)
     x = images("plain", dtype=torch.float32)
-    assert reload_check(model, other, x).verdict == "passed"
+    assert reload_check(Original(model, x), other).verdict == "passed"
     with torch.no_grad():
         bias = other.get_submodule("head").bias
         bias[0] = torch.nextafter(bias[0], torch.tensor(torch.inf))
-    check = reload_check(model, other, x)
+    check = reload_check(Original(model, x), other)
     assert (check.verdict, "head.bias" in check.detail) == ("failed", True)
 
 
@@ -42,7 +43,7 @@ def test_reload_sees_another_function_of_the_same_tensors() -> None:
     other = deepcopy(model)
     other.get_submodule("blocks.0.attn").scale *= 1.01
     other.get_submodule("norm").eps = 0.1
-    assert "outputs" in reload_check(model, other, images("plain", dtype=torch.float32)).detail
+    assert "outputs" in reload_check(Original(model, images("plain", dtype=torch.float32)), other).detail
 
 
 def test_reload_sees_a_tensor_that_only_one_of_them_has() -> None:
@@ -50,12 +51,12 @@ def test_reload_sees_a_tensor_that_only_one_of_them_has() -> None:
     other = deepcopy(model)
     other.register_buffer("statistics", torch.zeros(3))
     for ours, theirs in ((model, other), (other, model)):
-        assert reload_check(ours, theirs, X).detail == "1 wrong: statistics"
+        assert reload_check(Original(ours, X), theirs).detail == "1 wrong: statistics"
 
 
 def test_models_are_compared_in_eval_mode() -> None:
     model = build("plain", dtype=torch.float32, attn_drop_rate=0.5).train()
-    assert reload_check(model, deepcopy(model), X).verdict == "passed"
+    assert reload_check(Original(model, X), deepcopy(model)).verdict == "passed"
 
 
 def test_an_export_in_another_thread_does_not_change_the_check() -> None:
@@ -70,7 +71,7 @@ def test_an_export_in_another_thread_does_not_change_the_check() -> None:
     other.register_forward_hook(restore)
     with torch.no_grad():
         assert not torch.equal(model(x), other(x))
-    assert reload_check(model, other, x).verdict == "passed"
+    assert reload_check(Original(model, x), other).verdict == "passed"
 
 
 # ------------------------------------------------------------------------------------------------------------- standard

@@ -29,7 +29,7 @@ from vitcompress.plan import Plan
 from vitcompress.verify.engine import inspector_checks
 from vitcompress.verify.files import check_file, record_status, rejected_exports, structure_checks
 from vitcompress.verify.fold import EXACT_IMAGES, fold_folder_checks
-from vitcompress.verify.outputs import AGREEMENT, PlannedOriginal
+from vitcompress.verify.outputs import AGREEMENT, Original, PlannedOriginal
 from vitcompress.verify.records import manifest_checks, report_checks
 from vitcompress.verify.slice import slice_folder_checks
 from vitcompress.verify.tolerance import exact_logits, model_logits, reference
@@ -92,7 +92,7 @@ def _check_content(
     plan, classes = read_plan(files.plan), run_classes(files, model)
     shown = recorded.get("images", noise_images(model, plan)) if images is None else images
     original = PlannedOriginal(model, shown, real, plan=plan, unfolded=files.unfolded, classes=classes)
-    few = replace(original, images=shown[:FEW_IMAGES])
+    few = original if len(shown) <= FEW_IMAGES else replace(original, images=shown[:FEW_IMAGES])
     checks = [*first, *report_checks(files), *_missing_exports(files)]
     checks += [*_model_checks(files, few, recorded, progress)]
     engines = set(files.path.glob("*.engine"))  # also those whose sidecar is missing, whatever their names
@@ -178,7 +178,7 @@ def _reload_checks(files: RunFolder, original: PlannedOriginal, recorded: Mappin
     model, plan, images = original.model, original.plan, original.images
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), model, plan)
-        yield reload_check(model, load_model(folder), images)
+        yield reload_check(original, load_model(folder))
     if plan.standard:
         yield standard_check(files, model, plan, images)
     if recorded and torch.equal(images, recorded["images"][: len(images)]):
@@ -193,13 +193,13 @@ def _logits_check(name: str, model: nn.Module, images: Tensor, others: Tensor, w
     return limit_check(name, difference, tolerance, f"difference of the logits from {what}")
 
 
-def reload_check(model: nn.Module, loaded: nn.Module, images: Tensor) -> Check:
-    """Check that two models have the same tensors, with the same bits, and give the same outputs."""
-    ours, theirs = model.state_dict(), loaded.state_dict()
+def reload_check(original: Original, loaded: nn.Module) -> Check:
+    """Check that `loaded` has the tensors of the original, with the same bits, and gives the same outputs."""
+    images, ours, theirs = original.images, original.model.state_dict(), loaded.state_dict()
     wrong = sorted(set(ours) ^ set(theirs))
     wrong += [key for key in ours if key in theirs and not torch.equal(ours[key], theirs[key])]
     # An export in another thread disables oneDNN for the whole process, which does not compute float64.
-    if not wrong and not torch.equal(*(exact_logits(one, images) for one in (model, loaded))):
+    if not wrong and not torch.equal(original.exact(images), exact_logits(loaded, images)):
         wrong = ["the outputs"]
     return problem_check("reload", wrong, f"{len(ours)} tensors and the outputs of {len(images)} images, bit for bit")
 
