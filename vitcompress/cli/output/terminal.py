@@ -1,8 +1,10 @@
 """Text, tables, JSON, errors and progress in the terminal: results on standard output, all else on standard error."""
 
 import sys
+import textwrap
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, Literal
 
 import click
@@ -25,7 +27,6 @@ from vitcompress.io.text import Table
 
 PIPE_WIDTH = 120
 UNLIMITED = 10_000  # characters
-LONG_TEXT = 20  # characters of a line of a wrapped text, at least
 WIDE = 120  # a narrower terminal would cut figures in the tables of a rendered document
 STYLES = {"passed": "green", "failed": "bold red", "not run": "yellow"}
 TITLES = {InputError: "invalid input", CheckFailedError: "check failed"}
@@ -69,8 +70,8 @@ def print_table(table: Table, *, wrap: bool = False) -> None:
     """A table on standard output; the first column is aligned left, the others right, and verdicts are colored.
 
     If the terminal is too narrow, columns with the same value in every row are printed once, below the table; if words
-    would still be split, each row is a list. wrap: the last column has long texts, which are wrapped, and all columns
-    are aligned left.
+    would still be split, each row is a list. wrap: long texts, which are wrapped and aligned left instead, the last
+    column between any letters.
     """
     console, rows, shared = stream_console(stderr=False), table.rows, dict[str, str]()
     unlimited = console.options.update(width=UNLIMITED)
@@ -79,10 +80,12 @@ def print_table(table: Table, *, wrap: bool = False) -> None:
         shared = {name: rows[0][n] for n, name in enumerate(table.columns) if n not in varying and rows[0][n]}
         columns, *rest = (tuple(cells[n] for n in varying) for cells in (table.columns, *rows))
         table = Table(table.title, columns, tuple(rest))
-    words = Table("", table.columns[:-1], tuple(row[:-1] for row in table.rows)) if wrap else table
-    room = console.width - LONG_TEXT * wrap
-    if Measurement.get(console, unlimited, _as_rich(words, wrap)).minimum <= room:
-        console.print(_as_rich(table, wrap))
+    drawn = words = table
+    if wrap:
+        drawn = replace(table, rows=tuple((_wrap_name(row[0], console.width // 3), *row[1:]) for row in rows))
+        words = Table("", table.columns[:-1], tuple(row[:-1] for row in drawn.rows))
+    if Measurement.get(console, unlimited, _as_rich(words, wrap)).minimum <= console.width:
+        console.print(_as_rich(drawn, wrap))
     else:
         print_text(table.title)
         for row in table.rows:
@@ -90,6 +93,12 @@ def print_table(table: Table, *, wrap: bool = False) -> None:
             print_text("")
     if shared:
         print_text(f"all: {', '.join(f'{column} {text}' for column, text in shared.items())}")
+
+
+def _wrap_name(name: str, width: int) -> str:
+    """Lines of a dotted name, which end at a dot."""
+    lines = textwrap.wrap(name.replace(".", ". "), width, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(line.replace(". ", ".") for line in lines)
 
 
 def _as_rich(table: Table, wrap: bool = False) -> RichTable:
@@ -109,7 +118,7 @@ def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
     columns = Column(overflow="fold"), Column(overflow="fold")
     table = RichTable(*columns, box=None, show_header=False, pad_edge=False)
     for name, text in pairs:
-        table.add_row(Text(name, style="bold"), Text(text, style=STYLES.get(text, "")))
+        table.add_row(Text(name, style="bold"), Text(text))
     stream_console(stderr=False).print(table)
 
 
