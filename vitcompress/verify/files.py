@@ -73,11 +73,11 @@ def metadata_check(path: Path, original: PlannedOriginal, contents: Contents | N
     """
     stated: dict[str, Mapping[str, str]] = {}
     if sidecar := usable_sidecar(path):
+        # The contents of other formats have no opset, and the precision of their tensors.
         own = {key: json.dumps(sidecar[key]) for key in ("opset", "precision") if path.suffix == ".onnx"}
-        stated[sidecar_path(path).name] = {**sidecar["metadata"], **own}
+        about = {key: value for key, value in sidecar["metadata"].items() if key != "precision"}
+        stated[sidecar_path(path).name] = {**about, **own}
     recorded = decode_json_values(stated.get(sidecar_path(path).name, {}))
-    if path.suffix != ".onnx":
-        recorded.pop("precision", None)  # contents have that of the tensors
     if contents is not None:
         stated[path.name] = contents.metadata
     config, count = input_config(original.model), getattr(original.model, "num_classes", 0)
