@@ -43,7 +43,7 @@ _PUBLIC = {
     "load_recipe": "recipe.load",
     "run_recipe": "pipeline.run",
 }
-# Names of before the first release -> module and new name.
+# Names that changed before the first release -> module and new name.
 _DEPRECATED = {
     "apply": ("surgery.apply", "apply_plan"),
     "family_of": ("families", "family_of"),

@@ -1022,7 +1022,7 @@ def test_functions_keep_their_names_when_submodules_are_imported() -> None:
         assert inspect.unwrap(getattr(vc, name)) is inspect.unwrap(getattr(api, name))
 
 
-def test_names_of_before_the_first_release_still_work() -> None:
+def test_names_that_changed_before_the_first_release_still_work() -> None:
     with pytest.warns(DeprecationWarning, match="count_cost"):
         assert vc.measure is vc.count_cost
     with warnings.catch_warnings():

@@ -113,7 +113,8 @@ def open_weights(weights: str | Path) -> WeightFile:
     tensors, part, content = read_checkpoint(file)
     check_finite(tensors := to_timm(tensors), path)
     if any(key.endswith(TRANSFORMERS) for key in tensors):
-        message = f"{path} contains {config.get('model_type', 'a model')} of transformers, which is not converted"
+        kind = config.get("model_type", "unknown type")
+        message = f"{path} contains a model of transformers ({kind}), which is not converted"
         raise WeightsError(message, hint=f"use {', '.join(RENAMED)} of transformers, or timm's weights")
     plan_file = RunFolder(file.parent).plan
     planned = _planned(file, plan_file) if file.suffix == ".safetensors" and "plan" in content else {}

@@ -172,7 +172,8 @@ def _find_gathered(stored: Stored, missing: Mapping[str, Tensor], tensors: Mappi
         if not kinds or index is None:
             continue
         values = torch.frombuffer(bytearray(stored.read()), dtype=kinds[0]).view(stored.shape)
-        rows = table.detach().cpu()[index.flatten().cpu()]  # large ones are reshaped by the graph, as torch.onnx folds
+        # torch.onnx computes results of up to 8,192 values in advance: the graph reshapes larger biases.
+        rows = table.detach().cpu()[index.flatten().cpu()]
         for biases in (rows, rows.T.view(-1, *index.shape)):
             if values.shape[-biases.ndim :] == biases.shape and _is_masked(values, biases):
                 return name

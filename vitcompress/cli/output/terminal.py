@@ -70,8 +70,8 @@ def print_table(table: Table, *, wrap: bool = False) -> None:
     """A table on standard output; the first column is aligned left, the others right, and verdicts are colored.
 
     If the terminal is too narrow, columns with the same value in every row are printed once, below the table; if words
-    would still be split, each row is a list. wrap: long texts, which are wrapped and aligned left instead, the last
-    column between any letters.
+    would still be split, each row is a list. wrap: all columns are aligned left, and long texts are wrapped, those of
+    the last column between any letters.
     """
     console, rows, shared = stream_console(stderr=False), table.rows, dict[str, str]()
     unlimited = console.options.update(width=UNLIMITED)
