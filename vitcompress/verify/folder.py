@@ -32,7 +32,7 @@ from vitcompress.verify.fold import EXACT_IMAGES, fold_folder_checks
 from vitcompress.verify.outputs import AGREEMENT, Original, PlannedOriginal
 from vitcompress.verify.records import manifest_checks, report_checks
 from vitcompress.verify.slice import slice_folder_checks
-from vitcompress.verify.tolerance import exact_logits, model_logits, reference
+from vitcompress.verify.tolerance import BATCH, exact_logits, model_logits, reference
 from vitcompress.verify.weights import FileTensors, shape_check, weight_table
 
 MOST_IMAGES = 1000  # on which files are compared with their model
@@ -76,7 +76,7 @@ def verify_folder(
             verification, seen = _check_content(files, checks, images, RunFolder(dense or files.dense), progress)
         if not signed_files.get():
             write_json(files.verification, verification.to_dict(files.path))
-        if images is not None and seen is not None:
+        if seen is not None:
             save_tensors(files.recorded_outputs, seen)
     if adopt and verification.passed:
         write_manifest(files.path)
@@ -85,22 +85,22 @@ def verify_folder(
 
 def _check_content(
     files: RunFolder, first: Sequence[Check], images: Tensor | None, dense: RunFolder, progress: Progress
-) -> tuple[Verification, dict[str, Tensor]]:
-    """All checks after the `first` ones; images and outputs for later calls."""
+) -> tuple[Verification, dict[str, Tensor] | None]:
+    """All checks after the `first` ones; `images` and their outputs for later calls."""
     recorded = load_tensors(files.recorded_outputs) if files.recorded_outputs.is_file() else {}
     real, model = images is not None or bool(recorded), load_model(files.path)
     plan, classes = read_plan(files.plan), run_classes(files, model)
     shown = recorded.get("images", noise_images(model, plan)) if images is None else images
     original = PlannedOriginal(model, shown, real, plan=plan, unfolded=files.unfolded, classes=classes)
-    few = original if len(shown) <= FEW_IMAGES else replace(original, images=shown[:FEW_IMAGES])
     checks = [*first, *report_checks(files), *_missing_exports(files)]
-    checks += [*_model_checks(files, few, recorded, progress)]
+    checks += [*_model_checks(files, original, recorded, progress)]
     engines = set(files.path.glob("*.engine"))  # also those whose sidecar is missing, whatever their names
     paths = {*exported_files(files.path, "model"), *engines} - set(exported_files(files.path, DENSE))
     results, tensors = check_files(sorted(paths), original, "files checked", progress)
     for path, own in results.items():
         checks += (*own, *inspector_checks(path))
-    weights, seen = weight_table(original.rows, model, tensors), {"images": shown, "logits": model_logits(model, shown)}
+    weights = weight_table(original.rows, model, tensors)
+    seen = None if images is None else {"images": images, "logits": model_logits(model, images)}
     del original, model  # before the dense model is loaded
     checks += _dense_checks(files, dense, shown, real, progress)
     return Verification(tuple(checks), weights), seen
@@ -119,7 +119,7 @@ def _missing_exports(files: RunFolder) -> Iterator[Check]:
 def _model_checks(
     files: RunFolder, original: PlannedOriginal, recorded: Mapping[str, Tensor], progress: Progress
 ) -> Iterator[Check]:
-    model, plan, images = original.model, original.plan, original.images
+    model, plan, images = original.model, original.plan, original.images[:FEW_IMAGES]
     parts: dict[str, Callable[[], Iterable[Check]]] = {
         "fold": lambda: fold_folder_checks(files, model, plan, images),
         "slice": lambda: slice_folder_checks(files, plan, images[:EXACT_IMAGES]),
@@ -175,7 +175,7 @@ def _dense_checks(
 
 
 def _reload_checks(files: RunFolder, original: PlannedOriginal, recorded: Mapping[str, Tensor]) -> Iterator[Check]:
-    model, plan, images = original.model, original.plan, original.images
+    model, plan, images = original.model, original.plan, original.images[:FEW_IMAGES]
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), model, plan)
         yield reload_check(original, load_model(folder))
@@ -195,13 +195,13 @@ def _logits_check(name: str, model: nn.Module, images: Tensor, others: Tensor, w
 
 def reload_check(original: Original, loaded: nn.Module) -> Check:
     """Check that `loaded` has the tensors of the original, with the same bits, and gives the same outputs."""
-    images, ours, theirs = original.images, original.model.state_dict(), loaded.state_dict()
+    few, ours, theirs = original.images[:BATCH], original.model.state_dict(), loaded.state_dict()
     wrong = sorted(set(ours) ^ set(theirs))
     wrong += [key for key in ours if key in theirs and not torch.equal(ours[key], theirs[key])]
     # An export in another thread disables oneDNN for the whole process, which does not compute float64.
-    if not wrong and not torch.equal(original.exact(images), exact_logits(loaded, images)):
+    if not wrong and not torch.equal(original.exact(original.images)[: len(few)], exact_logits(loaded, few)):
         wrong = ["the outputs"]
-    return problem_check("reload", wrong, f"{len(ours)} tensors and the outputs of {len(images)} images, bit for bit")
+    return problem_check("reload", wrong, f"{len(ours)} tensors and the outputs of {len(few)} images, bit for bit")
 
 
 def standard_check(files: RunFolder, model: nn.Module, plan: Plan, images: Tensor) -> Check:

@@ -72,7 +72,6 @@ TYPES = {"fp32": torch.float32, "tf32": torch.float16, "fp16": torch.float16, "b
 SHARES = {"fp32": 1e-3, "tf32": 1e-2, "fp16": 1e-2, "bf16": 8e-2, "int8": 8e-2, "fp8": 24e-2}
 MOST_SATURATION = 0.5
 REMEDY = "; products of 8 bits may saturate on this processor: use --weight-bits 7"
-EMULATED_BATCH = 16
 ROUNDINGS = 2.0**-20  # relative error of sums and elementary functions in fp32: some units in the last place
 AGREEMENT = "agreement."  # what the names of these checks begin with
 BATCHES = (1, 2, 3, 5)
@@ -324,7 +323,7 @@ def _arithmetic_checks(
     signs = torch.randint(2, images.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
 
     def emulate(x: Tensor) -> Tensor:
-        parts = torch.split(x, EMULATED_BATCH)
+        parts = torch.split(x, tolerance.BATCH)
         return torch.cat([functional_call(model, stored, (part,)).double() for part in parts])[rows]
 
     with EightBitProducts(model, settings):

@@ -41,6 +41,7 @@ from vitcompress.training.metrics import kl_divergence
 
 FALSE_ALARMS = 1e-6  # p
 DRAWS = 2  # E M is the mean of their M; with tens of logits or more, M itself hardly varies
+BATCH = 16  # images that a model is evaluated on at once
 LOGITS = 1000  # drawn at least, if there are as many
 # Errors are drawn no smaller than this, and their effect is scaled back: float32, in which they are drawn, would hide
 # smaller ones. The square root of float32's roundoff is as far above that as below 1.
@@ -92,7 +93,7 @@ def reference(model: nn.Module, images: Tensor) -> Reference:
 def model_logits(model: nn.Module, images: Tensor) -> Tensor:
     """The logits of `images`, computed in batches and in the model's own precision: (count, classes)."""
     model = model.eval()
-    return torch.cat([model(part.to(next(model.parameters()).dtype)) for part in torch.split(images, 16)])
+    return torch.cat([model(part.to(next(model.parameters()).dtype)) for part in torch.split(images, BATCH)])
 
 
 def exact_logits(model: nn.Module, images: Tensor) -> Tensor:
