@@ -42,7 +42,7 @@ from vitcompress.training.metrics import kl_divergence
 FALSE_ALARMS = 1e-6  # p
 DRAWS = 2  # E M is the mean of their M; with tens of logits or more, M itself hardly varies
 BATCH = 16  # images that a model is evaluated on at once
-LOGITS = 1000  # drawn at least, if there are as many
+LOGITS = 1000  # drawn at least, but on no more than BATCH images
 # Errors are drawn no smaller than this, and their effect is scaled back: float32, in which they are drawn, would hide
 # smaller ones. The square root of float32's roundoff is as far above that as below 1.
 SMALLEST_DRAWN = 2.0**-12
@@ -250,7 +250,7 @@ def _limit(wide: nn.Module, images: Tensor, perturbed: Callable[[Tensor], Tensor
     Both are drawn on the first of the images only.
     """
     images = images.to(next(wide.parameters()).dtype)
-    x = images[: 1 + LOGITS // wide(images[:1]).shape[-1]]
+    x = images[: min(BATCH, 1 + LOGITS // wide(images[:1]).shape[-1])]
     clean, draws = wide(x), [perturbed(x) for _ in range(DRAWS)]
     factor = _factor(FALSE_ALARMS) * scale / DRAWS
     errors = sum(float((logits - clean).abs().max()) for logits in draws)
