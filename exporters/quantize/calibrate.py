@@ -20,7 +20,7 @@ from vitcompress.io.files import decode_json_values
 from vitcompress.io.text import format_shape
 
 CHUNK = 4  # images at a time: the inputs of all layers of DeiT-B take 200 MB
-BINS, QUANTIZED_BINS, PERCENTILE = 513, 128, 99.99
+BINS, ENTROPY_BINS, QUANTIZED_BINS, PERCENTILE = 4097, 513, 128, 99.99  # two bins per step of int8 would hide its error
 CLIPS = 64  # ranges that the least squared error is searched in
 
 
@@ -46,8 +46,8 @@ def calibrate(source: Path, images: Tensor, precision: EightBits, method: Calibr
     model.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names)
     call = open_changed(source, model, optimize=True)
     largest = dict.fromkeys(names, 0.0)
-    kind = "percentile" if method == "percentile" else "entropy"
-    collector = HistogramCollector(kind, False, BINS, QUANTIZED_BINS, PERCENTILE, None)
+    kind, bins = ("entropy", ENTROPY_BINS) if method == "entropy" else ("percentile", BINS)
+    collector = HistogramCollector(kind, False, bins, QUANTIZED_BINS, PERCENTILE, None)
     with contextlib.redirect_stdout(io.StringIO()):
         for chunk in torch.split(images, CHUNK):
             _, *inputs = call(chunk)  # after the logits
