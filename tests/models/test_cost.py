@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layer_plans import depth_plan
 from torch import nn
+from torch.nn.utils.prune import l1_unstructured
 
+from vitcompress.errors import UnsupportedModelError
 from vitcompress.models.cost import Cost, count_cost
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply_plan, apply_to_copy, fold_linears
@@ -309,3 +311,10 @@ def test_counting_keeps_what_is_trained() -> None:
     before = [p.requires_grad for p in model.parameters()]
     count_cost(model)
     assert [p.requires_grad for p in model.parameters()] == before
+
+
+def test_a_model_with_computed_weights_is_rejected_by_the_name_of_its_layer() -> None:
+    model = build("plain")
+    l1_unstructured(model.get_submodule("blocks.1.attn.qkv"), "weight", 0.5)
+    with pytest.raises(UnsupportedModelError, match=r"cannot be copied: its blocks\.1\.attn\.qkv computes its weight"):
+        count_cost(model)

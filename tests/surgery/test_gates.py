@@ -77,9 +77,11 @@ def test_closed_gates_of_gated_ffns_compute_what_surgery_deploys(gated_ffn: str)
             assert_moved(logits(open_model, x), dense)
 
 
-def test_a_gate_closed_at_its_mean_is_what_frozen_weights_deploy() -> None:
+@pytest.mark.parametrize("gate_last", [False, True])  # timm's default is True, SwiGLUPacked has False
+def test_a_gate_closed_at_its_mean_is_what_frozen_weights_deploy(gate_last: bool) -> None:
     """The gate at a given mean, the frozen weights before removal, and after it: one function."""
     model, x = build("swiglu"), images("swiglu")
+    model.blocks[1].mlp.gate_last = gate_last
     means = {"blocks.1.mlp": torch.linspace(-0.2, 1.0, 32, dtype=torch.float64)}
     open_model = add_gates(deepcopy(model), layers(model)[3:], means).double()
     open_model.set_gate("blocks.1.mlp.act", 0.0)
@@ -151,7 +153,7 @@ def test_saving_a_gated_model_keeps_scores_and_gates_apart_from_the_weights() ->
     assert list(model.state_dict()) == names
     assert {f"model.{name}" for name in names} < set(one.state_dict())
     one.set_gate("blocks.1.mlp.act", 0.0)
-    one.set_gate("blocks.0.attn", 0.5)
+    one.set_gate("blocks.0.attn", 0.3)  # in float32 another number
     with torch.no_grad():
         one.scores[2].fill_(3.0)
     other = gated(build("plain", seed=1))

@@ -16,7 +16,7 @@ from vitcompress.errors import InputError
 from vitcompress.exporters.quantize.emulate import QuantizedTraining
 from vitcompress.exporters.quantize.graph import Quantization
 from vitcompress.models.create import input_config
-from vitcompress.training.losses import Objective, both_heads, hard_loss, soft_loss, student_of
+from vitcompress.training.losses import Objective, both_heads, check_outputs, hard_loss, soft_loss, student_of
 from vitcompress.training.options import Augmentation, TrainOptions
 from vitcompress.training.trainer import make_optimizer
 
@@ -92,6 +92,10 @@ def test_no_untrained_head_is_averaged(tmp_path: Path) -> None:
     for alpha in (0.0, 1.0):
         with pytest.raises(InputError, match="one of the two heads untrained"):
             fit(model, tmp_path / "x", dataclasses.replace(OPTIONS, distillation="hard", alpha=alpha), teacher=vit())
+
+
+def test_two_classes_are_enough() -> None:
+    check_outputs(vit(num_classes=2))
 
 
 def test_a_teacher_is_frozen_and_must_fit(tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ def test_regrouped_heads_have_no_mask() -> None:
     [
         ((0, 1, 4, 5), (8, 9, 12, 13), True),  # the first two heads choose among the values of the last two
         ((0, 1, 2, 3), (0, 1, 2, 3), True),  # one head becomes two
+        ((0, 1, 2, 4), (0, 1, 2, 4), True),  # only the second head takes channels of two
         ((0, 1, 4, 5), (0, 1, 4, 5), False),
     ],
 )

@@ -92,6 +92,7 @@ def test_a_finished_folder_passes_and_its_table_has_every_changed_weight(folder:
     assert sorted(sliced["files"]["model.onnx"]["shape"]) == sorted(sliced["planned"])
     (entry,) = table["files"]
     assert entry["bytes"] == entry["of_model"] + entry["of_constants"] + entry["of_graph"]
+    assert entry["of_model"] == 4 * entry["parameters"] and entry["of_constants"] > 0
     printed = weight_table(table)
     assert ("blocks.1.mlp.weight", "16x16, 1,024 B", "model.onnx") in [(row[0], *row[-2:]) for row in printed.rows]
     (sentence,) = describe_bytes(table)
