@@ -197,13 +197,23 @@ def test_plan_and_structure_have_the_same_sizes(score: Any, tmp_path: Path) -> N
 
 def test_screens_measure_only_around_the_cut(tmp_path: Path) -> None:
     dense = model()
-    by = upvit.Options(target_args={"embed_dim": 8}, images=24, score="screened", band=0.25)
+    options = upvit.Options(target_args={"embed_dim": 8}, images=24)
+    by = replace(options, score="screened", band=0.25)
     for screen in ("fisher", "images"):
         folder = tmp_path / screen
-        options = replace(by, screen=screen, **({"screen_images": 12} if screen == "images" else {}))
-        upvit.plan(dense, context(folder, dense), options)
+        few = {"screen_images": 12} if screen == "images" else {}
+        upvit.plan(dense, context(folder, dense), replace(by, screen=screen, **few))
         measured = json.loads((folder / "scores-blocks.0.mlp.json").read_text())
         assert len(measured) == 64 and sum(score > 0 for score in measured) <= 16
+    all_measured, exact, fisher = (
+        upvit.plan(dense, context(tmp_path / name, dense), own)
+        for name, own in {
+            "all": replace(by, band=1.0),
+            "exact": options,
+            "rough": replace(options, score="fisher"),
+        }.items()
+    )
+    assert all_measured == exact != fisher
 
 
 @pytest.mark.parametrize("screen", ["fisher", "images"])
