@@ -86,6 +86,9 @@ def test_transfer_entropy_is_the_difference_that_surgery_makes(world: tuple[nn.M
         assert abs(expected) > 1e-3, "the layer changes the entropy"
     lowest = min(result["rows"], key=lambda row: row["transfer_entropy"])
     assert result["chosen"] == lowest["site"]
+    whole, one = entropies(gated(vit, about), [(), (sites[0].name,)], about, OPTIONS)
+    drawn = np.subtract(whole.resampled, one.resampled)
+    assert 0 < result["rows"][0]["deviation"] == pytest.approx(np.std(drawn, ddof=1))
 
 
 def test_sign(world: tuple[nn.Module, Context]) -> None:
