@@ -251,6 +251,7 @@ def test_a_layout_that_rounds_nothing_up_pads_nothing() -> None:
         assert padding(live, deploy(Plan("any"), spaces, live).kept) == {}
     ragged = project(spaces, scores, scores, 0.4, sero.Options(layout="ragged", round_to=1))
     assert padding(ragged, deploy(Plan("any"), spaces, ragged).kept)
+    assert deploy(Plan("any"), spaces, {}) == Plan("any"), "spaces that keep all channels are not named"
 
 
 def test_no_step_is_skipped_on_a_ladder() -> None:
