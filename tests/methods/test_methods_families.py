@@ -207,6 +207,16 @@ def test_untrained_rounds_resume_with_the_same_gates(tmp_path: Path) -> None:
     assert tables[0] == tables[1]
 
 
+def test_an_untrained_round_starts_from_the_model_that_the_last_one_measured(tmp_path: Path) -> None:
+    """The mean of a later gate is that behind the constant gates of earlier rounds, not that of the dense model."""
+    vit, around = world("swiglu", tmp_path)
+    collector = Collector(vit, around, AllocationOptions(collection=CollectionOptions(epochs=0)))
+    first, second = ({"key": "", "attention": [], "activation": blocks} for blocks in ([0], [0, 1]))
+    start, measured = collector._model([first, second]), collector._remove(collector._model([first]), second)
+    for own, expected in zip(start.parameters(), measured.parameters(), strict=True):
+        torch.testing.assert_close(own, expected, rtol=0, atol=0)
+
+
 def test_the_cost_of_a_split_is_that_of_the_layers_that_the_chains_removed(tmp_path: Path) -> None:
     """In Swin the attentions of early stages have more windows than the later ones."""
     swin, around = world("swin", tmp_path)
