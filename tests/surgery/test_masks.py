@@ -98,6 +98,7 @@ def test_channel_masks_work_in_half_precision() -> None:
     [
         ({"blocks.0.kq": torch.ones(16)}, "unknown space blocks.0.kq"),
         ({"blocks.0.qk": torch.ones(15)}, r"blocks.0.qk has 16 channels, but its mask has shape \(15,\)"),
+        ({"residual": torch.ones(2, 16)}, r"residual has 16 channels, but its mask has shape \(2, 16\)"),
     ],
 )
 def test_masks_that_do_not_fit_the_model_are_rejected(gates: dict[str, Tensor], message: str) -> None:

@@ -1,7 +1,7 @@
 """Channel masks: forward hooks that change what a model computes and leave its modules and weights alone.
 
-A mask is a tensor of multipliers for the channels of a space, (channels,) or (groups, channels): 1 keeps a channel, 0
-removes it. With several groups the batch consists of `groups` equal runs of images, each with its own row of the mask.
+A mask is a tensor of multipliers for the channels of a space, (channels,): 1 keeps a channel, 0 removes it. One of
+`delete_channels` may have (groups, channels): the batch consists of equal runs of images, each with its own row.
 
 `mask_channels` multiplies where a space is written, `delete_channels` where it is read. With masks of zeros and ones
 both compute what slicing computes; they differ in what a mask between 0 and 1 means, and in its gradients.
@@ -35,7 +35,7 @@ def mask_channels(model: nn.Module, family: Family, masks: Mapping[str, Tensor])
     for name, mask in masks.items():
         if name not in spaces:
             raise PlanError(f"unknown space {name}; the model has {', '.join(spaces)}")
-        if mask.ndim not in (1, 2) or mask.shape[-1] != spaces[name].size:
+        if tuple(mask.shape) != (spaces[name].size,):
             raise PlanError(f"{name} has {spaces[name].size} channels, but its mask has shape {tuple(mask.shape)}")
     with ExitStack() as stack:
         for name, mask in masks.items():
