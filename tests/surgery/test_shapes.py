@@ -47,9 +47,10 @@ def folded(model: nn.Module, plan: Plan) -> Plan:
 def test_depth(variant: str, bypass: str) -> None:
     base = contract(variant).plan
     dense = outline(base)
-    plan = folded(dense, depth(dense, base, bypass))
-    check = shape_check(planned_tensors(dense, plan), surgery.apply_to_copy(dense, plan))
-    assert check.verdict == "passed", check.detail
+    unfolded = depth(dense, base, bypass)
+    for plan in (unfolded, folded(dense, unfolded)):
+        check = shape_check(planned_tensors(dense, plan), surgery.apply_to_copy(dense, plan))
+        assert check.verdict == "passed", check.detail
     changes = {row.change for row in planned_tensors(dense, plan)}
     assert "removed" in changes and ("folded" in changes) != bool(family_of(dense).not_foldable)
 

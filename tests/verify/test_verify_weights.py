@@ -11,12 +11,14 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from contracts import build
 from onnx import TensorProto, helper, numpy_helper
 from pruned_models import check_weights, pruned
 from torch import nn
 
 from vitcompress import surgery
 from vitcompress.bench.report.run import describe_bytes, weight_table
+from vitcompress.errors import ArtifactError
 from vitcompress.exporters.onnx.export import export
 from vitcompress.exporters.onnx.file import read_contents
 from vitcompress.exporters.sidecar import sidecar_path
@@ -26,7 +28,7 @@ from vitcompress.models.create import create_on_meta, input_config
 from vitcompress.plan import Plan
 from vitcompress.surgery.shapes import PlannedTensor, planned_tensors
 from vitcompress.verify.folder import verify_folder
-from vitcompress.verify.weights import FileTensors, compare_tensors, shape_check
+from vitcompress.verify.weights import FileTensors, compare_tensors, exported_module, shape_check
 
 
 @pytest.fixture(scope="module")
@@ -272,3 +274,9 @@ def test_biases_of_zero_may_be_omitted_and_others_may_not(folder: Path) -> None:
     few = numpy_helper.from_array(np.array([0.0, 0.5], np.float32), "few")  # its values, but in another shape
     change(folder / "model.onnx", lambda graph: graph.initializer.append(few))
     assert tensors_in(folder / "model.onnx", model).problems == missing
+
+
+@pytest.mark.parametrize("metadata", [{"precision": "int4"}, {"precision": "fp16", "islands": "3"}])
+def test_metadata_that_no_export_writes_are_rejected(metadata: dict[str, str]) -> None:
+    with pytest.raises(ArtifactError, match="not written by vitcompress"):
+        exported_module(build("plain"), metadata)
