@@ -324,6 +324,14 @@ def test_an_attention_mask_reaches_sliced_attention_and_passes_by_removed_ones()
     assert_same(model.forward_features(x, is_causal=True), masked)
 
 
+def test_a_mask_hides_tokens_from_a_sliced_pool() -> None:
+    dense = build("attention_pool")
+    model = apply_to_copy(dense, sliced_plan(dense, "attention_pool", {"qk", "v"}, whole_heads=False))
+    x = torch.randn(2, 5, 16, dtype=torch.float64)
+    assert type(model.attn_pool) is SlicedPool
+    assert_same(model.attn_pool(x, attn_mask=torch.arange(5)[None] < 3), model.attn_pool(x[:, :3]))
+
+
 def test_the_bound_for_sameness_leaves_room_to_fail() -> None:
     assert SAME < 1e-10
     assert len(CONTRACTS) >= 12
