@@ -1,5 +1,6 @@
 """The interface of an exporter, and the record of an exported file that its sidecar stores."""
 
+import json
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,10 +12,13 @@ from torch import nn
 
 from vitcompress.errors import InputError
 from vitcompress.exporters.options import ExportOptions
+from vitcompress.exporters.precision import expand_layers
 from vitcompress.exporters.runner import Runner, RunnerOptions
 from vitcompress.exporters.sidecar import FORMAT, sidecar_path
+from vitcompress.exporters.uint8 import can_fold_normalization
 from vitcompress.families import family_of
 from vitcompress.io.files import convert_write_errors, file_sha256, write_file, write_json
+from vitcompress.io.hardware import package_versions
 from vitcompress.io.progress import SILENT, Progress
 from vitcompress.io.text import describe_value
 from vitcompress.models.create import InputConfig
@@ -26,7 +30,7 @@ class Exported:
 
     files: SHA-256 of the file and of its data files, by name; `bytes` is their total size.
     opset, opset_reason: ONNX operator set of the file or its source, and the reason for it.
-    metadata: what users of the file need (classes, preprocessing, plan hash, versions), each value as JSON text.
+    metadata: what users of the file need, from `describe_file` (classes, preprocessing, plan hash, versions).
     source: name and SHA-256 of the ONNX file that it was built from.
     build: runtime and version, compute capabilities, batch range and flags of the build.
     verified: whether its outputs were compared with those of the model and agree.
@@ -185,6 +189,23 @@ class Exporter:
         limit = f"opset 23 exports one Attention node, for which {self.name} supports equal widths only"
         hint = "omit the opset, or use --opset 20 (22 for bf16), which decomposes attention and supports any width"
         raise InputError(f"{widths}; {limit}", hint=hint)
+
+
+def describe_file(model: nn.Module, options: ExportOptions, about: ModelInfo) -> dict[str, str]:
+    """The metadata of a file, each value as JSON text, with every fp32 layer. Without names, classes are numbered."""
+    place = "in the first convolution" if can_fold_normalization(model) else "in front"
+    labels = {
+        "classes": list(about.get("classes", ())) or list(map(str, range(getattr(model, "num_classes", 0)))),
+        **about["input"].to_dict(),
+        "versions": package_versions(("vitcompress", "torch", "timm", "onnx", "onnxscript")),
+        "plan_sha256": about.get("plan_digest", ""),
+        "precision": options.precision,
+        "islands": list(expand_layers(model, options.islands)) if options.islands else [],
+        "input": "uint8" if options.uint8 else "float32",
+        "layout": "NHWC" if options.uint8 else "NCHW",
+        "normalization": place if options.uint8 else "by the caller",
+    }
+    return {key: json.dumps(value) for key, value in labels.items()}
 
 
 def write_with_data(path: Path, write: Callable[[Path], None], stale: Iterable[Path] = ()) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Lock
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 
 import vitcompress
 from vitcompress.errors import CheckFailedError, InputError, UnsupportedModelError, VitcompressError, first_line
-from vitcompress.exporters.base import Exported, Exporter, ModelInfo, record_export, write_with_data
+from vitcompress.exporters.base import Exported, Exporter, ModelInfo, describe_file, record_export, write_with_data
 from vitcompress.exporters.onnx import libraries
 from vitcompress.exporters.onnx.file import is_zero, read_contents
 from vitcompress.exporters.onnx.gemm import join_linear_layers, multiply_patches
@@ -36,7 +35,7 @@ from vitcompress.exporters.options import AUTO, EIGHT_BITS, ONLY_EIGHT_BITS, Exp
 from vitcompress.exporters.precision import HALF, classifier_layers, expand_layers
 from vitcompress.exporters.quantize.graph import CORE, WEIGHT, Form, Quantization, quantize
 from vitcompress.exporters.quantize.smooth import rescale
-from vitcompress.exporters.uint8 import build_deployed, can_fold_normalization, tensors_of
+from vitcompress.exporters.uint8 import build_deployed, tensors_of
 from vitcompress.families import family_of
 from vitcompress.io.progress import SILENT, Progress
 from vitcompress.plan import is_within
@@ -103,8 +102,7 @@ def export(
         elif options.precision == "bf16":
             opset, why = BF16_FROM, f"the first with a convolution in bf16; {why}"
         program = _trace(model, options, opset, about)
-        labels = {**_labels(model, options, about), "opset_reason": why}
-        metadata = {key: json.dumps(value) for key, value in labels.items()}
+        metadata = {**describe_file(model, options, about), "opset_reason": json.dumps(why)}
         if lean and options.precision in HALF:
             multiply_patches(program.model.graph)
         _tidy(program.model, metadata, lean)
@@ -184,25 +182,6 @@ def check_options(options: ExportOptions) -> None:
     if options.islands and options.precision not in (*HALF, *EIGHT_BITS):
         message = f"islands name fp32 layers, but the whole model is {options.precision}"
         raise InputError(message, hint="omit them, or use --precision fp16, bf16, int8 or fp8")
-
-
-def _labels(model: nn.Module, options: ExportOptions, about: ModelInfo) -> dict[str, object]:
-    """The metadata, with the name of every fp32 layer. Without class names, the classes are numbered."""
-    place = "in the first convolution" if can_fold_normalization(model) else "in front"
-    return {
-        "classes": list(about.get("classes", ())) or list(map(str, range(getattr(model, "num_classes", 0)))),
-        **about["input"].to_dict(),
-        "versions": {
-            "vitcompress": vitcompress.__version__,
-            **{name: version(name) for name in ("torch", "timm", "onnx", "onnxscript")},
-        },
-        "plan_sha256": about.get("plan_digest", ""),
-        "precision": options.precision,
-        "islands": list(expand_layers(model, options.islands)) if options.islands else [],
-        "input": "uint8" if options.uint8 else "float32",
-        "layout": "NHWC" if options.uint8 else "NCHW",
-        "normalization": place if options.uint8 else "by the caller",
-    }
 
 
 def _trace(model: nn.Module, options: ExportOptions, opset: int, about: ModelInfo) -> Any:
