@@ -16,7 +16,7 @@ from vitcompress.exporters.sidecar import DENSE, sidecar_path
 from vitcompress.exporters.tensorrt.export import TENSORRT, TENSORRT_RTX
 from vitcompress.exporters.torch_runner import TIMM, TorchRunner
 from vitcompress.io.files import file_sha256, signed_files, user_path
-from vitcompress.io.plugins import find_by_name, load_plugins
+from vitcompress.io.plugins import find_by_name, load_all
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.checkpoint import load_model
 from vitcompress.models.source import create_named
@@ -51,8 +51,8 @@ def available_exporter(name: str | Exporter, *, hint: str) -> Exporter:
 
 def exporter_of(path: Path) -> Exporter | None:
     """The exporter whose runner opens the file `path`, by its last suffix; None if no installed one does."""
-    exporters = EXPORTERS if path.suffix in RUNNERS else load_plugins("exporters", Exporter)
-    return next((e for e in exporters.values() if path.suffix in (e.file_suffix, *e.other_suffixes)), None)
+    exporters = load_all(EXPORTERS, "exporters", Exporter)
+    return next((e for _, e in exporters if path.suffix in (e.file_suffix, *e.other_suffixes)), None)
 
 
 def exported_files(folder: Path, stem: str) -> list[Path]:

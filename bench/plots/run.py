@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from vitcompress.bench.plots.figure import COLORS, MARKS, new_figure, save_figure, wrap
 from vitcompress.bench.plots.structure import LAYERS, WIDTHS, Layer, Structure, Width, describe_structure
-from vitcompress.io.plugins import is_plugin
+from vitcompress.io.plugins import plugin_names
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.text import shorten_paths
 from vitcompress.methods.base import Chart, Line
@@ -37,8 +37,7 @@ def draw(folders: Sequence[str | Path], into: str | Path) -> list[Path]:
         paths.append(save_figure(figure, Path(into) / f"{name}-structure.png"))
         for step in RunFolder(folder).steps():
             method = step.name.split("-", 2)[2]
-            installed = method in METHODS or is_plugin(method)
-            if installed and (charts := find_method(method).report(step).charts):
+            if method in (*METHODS, *plugin_names("methods")) and (charts := find_method(method).report(step).charts):
                 figure = charts_figure(charts, f"{name}, {step.name} (faint: removed)")
                 paths.append(save_figure(figure, Path(into) / f"{name}-{step.name}.png"))
     return paths

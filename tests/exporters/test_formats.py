@@ -83,3 +83,16 @@ def test_a_file_of_an_unknown_format_cannot_be_run(tmp_path: Path) -> None:
     (tmp_path / "model.mine").touch()
     with pytest.raises(ArtifactError, match="cannot be run"):
         open_runner(tmp_path / "model.mine")
+
+
+def test_a_broken_exporter_does_not_affect_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    points = "a_missing = nothing:X\nb_exit = exits:X\nmine = exporting_tool:EXPORTER\nonnx = exporting_tool:EXPORTER"
+    install(tmp_path / "site", points, monkeypatch)
+    (tmp_path / "site" / "exits.py").write_text("raise SystemExit('no license')")
+    exporter = exporter_of(Path("model.mine"))
+    assert exporter is not None and exporter.name == "mine"
+    assert exporter_of(Path("model.onnx")) is find_exporter("onnx") is ONNX, "built-in names take precedence"
+    with pytest.raises(InputError, match="a_missing = nothing:X does not load"):
+        exporter_of(Path("model.unknown"))
+    with pytest.raises(InputError, match="b_exit = exits:X does not load: no license"):
+        find_exporter("b_exit")

@@ -1,5 +1,6 @@
 """Sites and spaces describe timm's models correctly, and unsupported models are rejected with the reason."""
 
+import sys
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import replace
@@ -28,10 +29,9 @@ from timm.layers import AttentionPoolLatent, GluMlp, LayerNorm2d, RmsNorm, SwiGL
 from torch import Tensor, nn
 
 from vitcompress import surgery
-from vitcompress.errors import UnsupportedModelError
-from vitcompress.families import FAMILIES, Axis, Space, family_of, lookup, prepare_model
+from vitcompress.errors import InputError, UnsupportedModelError
+from vitcompress.families import FAMILIES, Axis, Space, family_of, prepare_model
 from vitcompress.families.base import StagedFamily
-from vitcompress.families.vit import VitFamily
 from vitcompress.models.checkpoint import load_model, save_model
 from vitcompress.models.create import create_model
 from vitcompress.pipeline.api import prune
@@ -183,23 +183,55 @@ def test_a_plan_prepares_the_model_that_it_is_applied_to() -> None:
 # ----------------------------------------------------------------------------------------------- families of a package
 
 
-def test_families_of_other_packages_are_used_for_models_that_no_built_in_family_supports(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Custom(nn.Module):
-        pass
+PACKAGE = """
+import timm
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+from vitcompress.families.vit import VitFamily
 
-    class CustomFamily(VitFamily):
-        name = "custom"
+class OwnBlock(timm.models.vision_transformer.Block):
+    pass
 
-        def problem(self, model: nn.Module) -> str | None:
-            return None if isinstance(model, Custom) else f"it is of type {type(model).__name__}"
+class Own(VisionTransformer):
+    def __init__(self, **args):
+        super().__init__(**args, block_fn=OwnBlock)
 
-    custom = CustomFamily()
-    reads: list[str] = []
-    monkeypatch.setattr(lookup, "load_plugins", lambda group, kind: reads.append(group) or {"custom": custom})
-    assert family_of(build("plain")).name == "vit" and not reads, "entry points are read only if needed"
-    assert family_of(Custom()).name == "custom" and reads == ["families"]
+@timm.models.register_model
+def own_vit(pretrained=False, pretrained_cfg=None, pretrained_cfg_overlay=None, cache_dir=None, **args):
+    return Own(**args)
+
+class OwnFamily(VitFamily):
+    name, supported, model_type, block_type = "own", "Own", Own, OwnBlock
+
+FAMILY, WRONG = OwnFamily(), nn.Linear(1, 1)
+"""
+
+
+def install(folder: Path, entry_points: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install the package `own` in a folder of `sys.path`."""
+    info = folder / "own-1.dist-info"
+    info.mkdir(parents=True)
+    (folder / "own_models.py").write_text(PACKAGE)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[vitcompress.families]\n{entry_points}\n")
+    monkeypatch.syspath_prepend(folder)
+
+
+def test_a_family_of_another_package_registers_its_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known to timm without an import by the user, also if another package is broken."""
+    install(tmp_path / "site", "a_missing = own_missing:FAMILY\nown = own_models:FAMILY", monkeypatch)
+    assert family_of(build("plain")).name == "vit" and "own_models" not in sys.modules, "read only if needed"
+    try:
+        small = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2, "num_classes": 3}
+        model = create_model("own_vit", small)
+        assert family_of(model).name == "own"
+        with pytest.raises(InputError, match="a_missing = own_missing:FAMILY does not load"):
+            family_of(nn.Linear(1, 1))
+    finally:
+        sys.modules.pop("own_models", None)
+
+
+def test_models_of_other_libraries_are_not_supported() -> None:
     with pytest.raises(UnsupportedModelError, match="it is of type Linear"):
         family_of(nn.Linear(1, 1))
 

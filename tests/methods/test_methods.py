@@ -22,7 +22,7 @@ from vitcompress.methods.base import Context, Method, StepInfo, StepReport, cont
 from vitcompress.methods.table import ABLATIONS, METHODS, find_method
 from vitcompress.models.create import create_on_meta
 from vitcompress.plan import Plan
-from vitcompress.recipe.keys import keys_of
+from vitcompress.recipe.keys import keys_of, recipe_schema
 from vitcompress.training.distributed import Runtime
 from vitcompress.training.options import TrainOptions
 
@@ -185,6 +185,23 @@ def test_a_method_of_another_package_is_an_entry_point(monkeypatch: pytest.Monke
         with pytest.raises(InputError, match="'min', did you mean mine") as error:
             find("min")
         assert ", mine, wrong" in str(error.value.hint)
+
+
+def test_the_schema_describes_the_built_in_method_of_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Which is the one that a recipe uses."""
+    (tmp_path / "pruner.py").write_text("from vitcompress.methods.ablations import FIXED as METHOD\n")
+    info = tmp_path / "pruner-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: pruner\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[vitcompress.methods]\nmine = pruner:METHOD\nmagnitude = pruner:METHOD\n")
+
+    def steps() -> dict[str, Any]:
+        listed = recipe_schema()["properties"]["step"]["items"]["oneOf"]  # type: ignore[index]
+        return {step["properties"]["method"]["const"]: step["properties"].keys() for step in listed}
+
+    before = steps()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert steps() == {**before, "mine": before["fixed"]}
 
 
 def test_two_values_of_one_name_are_an_error(tmp_path: Path) -> None:

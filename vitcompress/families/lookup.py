@@ -2,7 +2,6 @@
 
 import contextlib
 from copy import deepcopy
-from functools import partial
 
 from torch import Tensor, nn
 
@@ -12,7 +11,7 @@ from vitcompress.families.eva import BEIT, EVA
 from vitcompress.families.pvt import PVT
 from vitcompress.families.swin import SWIN
 from vitcompress.families.vit import VIT
-from vitcompress.io.plugins import load_plugins
+from vitcompress.io.plugins import load_all
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (VIT, EVA, BEIT, SWIN, PVT)}
 
@@ -20,19 +19,17 @@ FAMILIES: dict[str, Family] = {family.name: family for family in (VIT, EVA, BEIT
 def family_of(model: nn.Module) -> Family:
     """The family that supports `model`, chosen by the model's structure.
 
-    Families of other packages are tried if no family in `FAMILIES` supports the model. A package declares one as an
-    entry point, `[project.entry-points."vitcompress.families"]` with `name = "package.module:FAMILY"`, where FAMILY is
-    a `Family`. A plan does not name the family, so the package must also be installed where the model is loaded. Raises
-    UnsupportedModelError, with the reason and all supported models, if no family supports the model, and InputError for
-    a wrapped model, or an entry point that cannot be loaded or is no `Family`.
+    Families of other packages are tried if no family in `FAMILIES` supports the model. A plan does not name the family,
+    so the package must also be installed where the model is loaded. Raises UnsupportedModelError, with the reason and
+    all supported models, if no family supports the model, and InputError for a wrapped model, or if an entry point that
+    might support it cannot be loaded or is no `Family`.
     """
     reject_wrapper(model)
     problems: dict[str, str] = {}  # by the models that a family supports
-    for load in (FAMILIES.copy, partial(load_plugins, "families", Family)):
-        for family in load().values():
-            if (problem := family.problem(model)) is None:
-                return family
-            problems[family.supported] = problem
+    for _, family in load_all(FAMILIES, "families", Family):
+        if (problem := family.problem(model)) is None:
+            return family
+        problems[family.supported] = problem
     other_type = f"it is of type {type(model).__name__}"
     reason = next((problem for problem in problems.values() if problem != other_type), other_type)
     raise UnsupportedModelError(f"this model cannot be pruned: {reason}", hint="\n  ".join(["supported:", *problems]))

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from vitcompress.io.plugins import find_by_name, is_plugin
+from vitcompress.io.plugins import find_by_name, plugin_names
 from vitcompress.io.validation import Doc
 from vitcompress.training.options import Augmentation
 
@@ -323,7 +323,7 @@ ABLATION_NAMES = ("activation_only", "te_static", "hetdpt_no_step1", "hetdpt_no_
 
 def find_options(method: str) -> type[Any]:
     """The options of a method; imports torch only for one of another package. Raises InputError if there is none."""
-    if method in OPTIONS or not is_plugin(method):
+    if method in OPTIONS or method not in plugin_names("methods"):
         return find_by_name(method, OPTIONS, "methods", "method")
     from vitcompress.methods.table import find_method
 

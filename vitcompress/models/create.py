@@ -18,9 +18,10 @@ from timm.layers import DropPath, PatchDropout
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from vitcompress.errors import DataError, InputError, WeightsError, close_matches, first_line
-from vitcompress.families import prepare_model, reject_wrapper, unwrap
+from vitcompress.errors import DataError, InputError, WeightsError, did_you_mean, first_line
+from vitcompress.families import Family, prepare_model, reject_wrapper, unwrap
 from vitcompress.families.lookup import copy_model
+from vitcompress.io.plugins import load_all
 from vitcompress.io.tensors import LIBRARY_ERRORS, check_finite
 from vitcompress.io.text import format_shape
 from vitcompress.io.validation import WHOLE, create_table, validate
@@ -277,10 +278,10 @@ def _build(arch: str, args: Mapping[str, Any], *, pretrained: bool = False, new_
 def check_arguments(arch: str, args: Mapping[str, object], place: str = "") -> None:
     """Raise InputError for an unknown architecture, or arguments that no model of it has. place: starts the message."""
     name = arch.split(".")[0]
-    if not timm.is_model(name):
-        close = ", ".join(close_matches(name, timm.list_models()))
-        hint = f"nearest: {close}" if close else "see timm.list_models()"
-        raise InputError(f"{place}timm has no model {arch!r}", hint=hint)
+    # The package of a family may register it.
+    if not timm.is_model(name) and not any(timm.is_model(name) for _ in load_all({}, "families", Family)):
+        message = f"{place}timm has no model {arch!r}{did_you_mean(name, timm.list_models())}"
+        raise InputError(message, hint="see timm.list_models(), or install the package that registers the model")
     problems, own = list[str](), {key: value for key, value in args.items() if key != OVERLAY}
     validate(_table(name), {"args": own, "overlay": args.get(OVERLAY)}, "model.args.", problems)
     if problems:

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema
 
 from vitcompress import recipes
-from vitcompress.io.plugins import find_by_name, is_plugin, load_plugins
+from vitcompress.io.plugins import find_by_name, load_all, plugin_names
 from vitcompress.io.validation import BOUNDS, parts_of
 from vitcompress.methods.options import OPTIONS, find_options
 from vitcompress.recipe.load import load_recipe
@@ -55,7 +55,7 @@ def recipe_schema() -> dict[str, object]:
     from vitcompress.methods.base import Method  # imports torch
     from vitcompress.methods.table import METHODS
 
-    methods = {**METHODS, **load_plugins("methods", Method)}
+    methods = dict(load_all(METHODS, "methods", Method))
     # One model for all tables and options, so that pydantic gives every type a name of its own.
     options: Any = {f"step_{name}": (method.options, ...) for name, method in methods.items()}
     schema: Any = create_model("Recipe", __base__=Tables, **options).model_json_schema(schema_generator=TomlSchema)
@@ -102,7 +102,7 @@ def _options(source: str) -> type[Any] | None:
         return None
     start = source.lower().replace("-", "")
     matches = [start] if start in OPTIONS else [name for name in OPTIONS if name.startswith(start)]
-    if len(matches) == 1 or is_plugin(source):
+    if len(matches) == 1 or source in plugin_names("methods"):
         return find_options(matches[0] if len(matches) == 1 else source)
     hint = "methods: {names}; `vitcompress recipes` lists the recipes"
     return find_by_name(source, OPTIONS, "methods", "recipe and no method called", names, hint)
