@@ -125,7 +125,7 @@ def _explain(error: Exception) -> VitcompressError:
         message = f"the GPU or its driver failed: {first_line(error)}"
         remedy = "`vitcompress doctor` tests this machine; "
     else:
-        message, remedy = f"unexpected {type(error).__name__}: {error}", "this is a bug in vitcompress; "
+        message, remedy = f"unexpected {type(error).__name__}: {error}", "this is a bug in vitcompress or a plugin; "
     return VitcompressError(message, hint=f"{remedy}--debug shows where it happened")
 
 
