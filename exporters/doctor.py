@@ -14,13 +14,14 @@ import onnx
 import psutil
 import torch
 
-from vitcompress.errors import VitcompressError, first_line
+from vitcompress.errors import InputError, VitcompressError, first_line
 from vitcompress.exporters.onnx.libraries import error_text, find_conflict
 from vitcompress.exporters.onnx.providers import PROVIDERS
 from vitcompress.exporters.onnx.runner import OnnxRunner
 from vitcompress.exporters.runner import RunnerOptions
-from vitcompress.exporters.runtimes import EXPORTERS
+from vitcompress.exporters.runtimes import EXPORTERS, find_exporter
 from vitcompress.io import hardware
+from vitcompress.io.plugins import plugin_names
 
 LIBRARIES = ("torch", "timm", "onnx", "onnxruntime", "onnxruntime-gpu", "numpy", "safetensors")
 NO_FORMAT = "-"
@@ -65,7 +66,7 @@ def examine() -> dict[str, Any]:
         "warnings": [conflict] if (conflict := find_conflict()) else [],
         "versions": hardware.package_versions(LIBRARIES),
         "devices": _devices(),
-        "export": {record["target"]: record["export"] for record in records if record["target"] in EXPORTERS},
+        "export": {record["target"]: record["export"] for record in records if record["export"] != NO_FORMAT},
         "providers": {name: runs[f"onnxruntime {name}"] is None for name, p in PROVIDERS.items() if p.present},
         "targets": records,
         "optional": [
@@ -88,9 +89,14 @@ def targets() -> Iterator[Record]:
     `export`, `run`, `measure`: None if it works, else `reason; remedy`; `export` is `-` for targets without a
     format of their own.
     """
-    for name, exporter in EXPORTERS.items():
+    for name in dict.fromkeys((*EXPORTERS, *plugin_names("exporters"))):
         on_gpu = name.startswith("trt")
-        yield _target(name, exporter.unavailable(), exporter.cannot_run(), PACKAGES.get(name, ()), on_gpu)
+        try:
+            exporter = find_exporter(name)
+            export, run = exporter.unavailable(), exporter.cannot_run()
+        except InputError as error:  # of another package
+            export = run = error.sentence()
+        yield _target(name, export, run, PACKAGES.get(name, ()), on_gpu)
     for name, provider in PROVIDERS.items():
         if provider.device == "mps" and not provider.present:
             continue

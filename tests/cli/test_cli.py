@@ -81,9 +81,9 @@ def test_completion_and_listing_import_no_torch() -> None:
     assert loaded_by("recipes") == loaded_by("recipes", "keys", "hetdpt") == {"rich", "pydantic"}
 
 
-def completions(words: str) -> list[str]:
+def completions(words: str, **environment: str) -> list[str]:
     """What bash offers for the last of the `words`."""
-    place = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    place = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" ")), **environment}
     code = "from vitcompress.cli import main; main()"
     environment = {**os.environ, "_VITCOMPRESS_COMPLETE": "bash_complete", **place}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -97,6 +97,14 @@ def test_completion_knows_names_of_recipes_methods_and_precisions() -> None:
     assert completions("vitcompress recipes keys up") == [*completions("vitcompress recipe up"), "upvit"]
     assert completions("vitcompress export run --precision ") == [*get_args(Precision), "fastest"]
     assert completions("vitcompress bench run --precision b") == ["bf16"]
+
+
+def test_completion_knows_methods_of_other_packages(tmp_path: Path) -> None:
+    info = tmp_path / "pruner-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: pruner\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[vitcompress.methods]\npruner_taylor = pruner:METHOD\n")
+    assert completions("vitcompress recipes keys pru", PYTHONPATH=str(tmp_path)) == ["pruner_taylor"]
 
 
 @pytest.mark.parametrize("path", ALL, ids=" ".join)

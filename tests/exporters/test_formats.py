@@ -9,6 +9,7 @@ import torch
 from contracts import build, traces
 
 from vitcompress.errors import ArtifactError, InputError
+from vitcompress.exporters.doctor import targets
 from vitcompress.exporters.onnx.export import ONNX
 from vitcompress.exporters.runtimes import (
     EXPORTERS,
@@ -77,6 +78,13 @@ def test_an_entry_point_that_is_no_exporter_is_an_error(tmp_path: Path, monkeypa
     install(tmp_path / "site", "wrong = exporting_tool:WRONG", monkeypatch)
     with pytest.raises(InputError, match="wrong = exporting_tool:WRONG is not of type Exporter"):
         find_exporter("wrong")
+
+
+def test_doctor_lists_exporters_of_other_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path / "site", "mine = exporting_tool:EXPORTER\nwrong = exporting_tool:WRONG", monkeypatch)
+    rows = {row["target"]: row for row in targets()}
+    assert rows["mine"]["export"] is rows["mine"]["run"] is None
+    assert "is not of type Exporter; update or remove the package" in str(rows["wrong"]["run"])
 
 
 def test_a_file_of_an_unknown_format_cannot_be_run(tmp_path: Path) -> None:

@@ -141,9 +141,10 @@ def show(name: str) -> int:
 
 
 def _recipes_and_methods() -> tuple[str, ...]:
+    from vitcompress.io.plugins import plugin_names
     from vitcompress.methods.options import OPTIONS
 
-    return (*shipped.names(), *OPTIONS)
+    return (*shipped.names(), *OPTIONS, *plugin_names("methods"))
 
 
 @recipes.command()
