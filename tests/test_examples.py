@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from packages import write_package
 from PIL import Image
 
 import vitcompress as vc
@@ -81,17 +82,15 @@ def test_my_method(run: Callable[..., str]) -> None:
 def test_my_exporter(tmp_path: Path, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also on the command line, declared as an entry point."""
     assert "agrees with the model" in run("my_exporter.py")
-    info = tmp_path / "site" / "tool-1.dist-info"
-    info.mkdir(parents=True)
-    (info.parent / "my_exporter.py").write_bytes((EXAMPLES / "my_exporter.py").read_bytes())
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tool\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[vitcompress.exporters]\npt2 = my_exporter:PT2\n")
-    monkeypatch.syspath_prepend(info.parent)
+    source = (EXAMPLES / "my_exporter.py").read_text()
+    monkeypatch.syspath_prepend(
+        write_package(tmp_path / "site", "exporters", "ort = my_exporter:ORT", my_exporter=source)
+    )
     model = vc.create_model("vit_tiny_patch16_224", img_size=8, patch_size=4, embed_dim=16, depth=1, num_heads=2)
     vc.save_model(model, "run")
-    output = CliRunner().invoke(main, ["export", "run", "--format", "pt2"], standalone_mode=False)
+    output = CliRunner().invoke(main, ["export", "run", "--format", "ort"], standalone_mode=False)
     assert "takes float32 images, NCHW: batch x 3 x 8 x 8" in output.output, output
     assert vc.verify("run").passed
-    sidecar = Path("run/model.pt2.json")
+    sidecar = Path("run/model.ort.json")
     sidecar.write_text(sidecar.read_text().replace('"fp32"', '"fp16"'))
     assert not vc.verify("run").passed
