@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packages import write_package
 
 from vitcompress import surgery
 from vitcompress.bench.plots.run import charts_figure, draw, structure_figure
@@ -129,11 +130,8 @@ def test_curves_are_strong_only_where_channels_are_kept() -> None:
 
 def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of steps by a method of another package, too, unless it is not installed."""
-    info = tmp_path / "site" / "pruner-1.dist-info"
-    write_text(info / "METADATA", "Metadata-Version: 2.1\nName: pruner\nVersion: 1\n")
-    own = "[vitcompress.methods]\nmy-own = vitcompress.methods.isomorphic:ISOMORPHIC\n"
-    write_text(info / "entry_points.txt", own)
-    monkeypatch.syspath_prepend(info.parent)
+    own = "my-own = vitcompress.methods.isomorphic:ISOMORPHIC"
+    monkeypatch.syspath_prepend(write_package(tmp_path / "site", "methods", own))
     run, rows = tmp_path / "run", [{"name": "residual", "kind": "residual", "kept": 1, "of": 2, "scores": [1.5, 0.5]}]
     write_text(run / "plan.json", plan().to_json())
     for step in ("step-0-isomorphic", "step-1-my-own", "step-2-removed"):

@@ -18,6 +18,7 @@ from typing import Any, get_args
 import click
 import pytest
 from click.testing import CliRunner, Result
+from packages import write_package
 
 from vitcompress import cli, recipes
 from vitcompress.cli import common, options
@@ -100,11 +101,8 @@ def test_completion_knows_names_of_recipes_methods_and_precisions() -> None:
 
 
 def test_completion_knows_methods_of_other_packages(tmp_path: Path) -> None:
-    info = tmp_path / "pruner-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: pruner\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[vitcompress.methods]\npruner_taylor = pruner:METHOD\n")
-    assert completions("vitcompress recipes keys pru", PYTHONPATH=str(tmp_path)) == ["pruner_taylor"]
+    site = write_package(tmp_path / "site", "methods", "pruner_taylor = pruner:METHOD")
+    assert completions("vitcompress recipes keys pru", PYTHONPATH=str(site)) == ["pruner_taylor"]
 
 
 @pytest.mark.parametrize("path", ALL, ids=" ".join)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from contracts import build, traces
+from packages import write_package
 
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters.doctor import targets
@@ -29,14 +30,10 @@ WRONG = 1
 """
 
 
-def install(folder: Path, entry_point: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Install a package with an entry point in a folder of `sys.path`."""
-    info = folder / "tool-1.dist-info"
-    info.mkdir(parents=True)
-    (folder / "exporting_tool.py").write_text(PLUGIN)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tool\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(f"[vitcompress.exporters]\n{entry_point}\n")
-    monkeypatch.syspath_prepend(folder)
+def install(folder: Path, points: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install a package with entry points of `PLUGIN`."""
+    modules = {"exporting_tool": PLUGIN, "exits": "raise SystemExit('no license')"}
+    monkeypatch.syspath_prepend(write_package(folder, "exporters", points, **modules))
 
 
 def test_every_built_in_format_declares_its_runner_and_its_readable_tensors() -> None:
@@ -96,7 +93,6 @@ def test_a_file_of_an_unknown_format_cannot_be_run(tmp_path: Path) -> None:
 def test_a_broken_exporter_does_not_affect_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     points = "a_missing = nothing:X\nb_exit = exits:X\nmine = exporting_tool:EXPORTER\nonnx = exporting_tool:EXPORTER"
     install(tmp_path / "site", points, monkeypatch)
-    (tmp_path / "site" / "exits.py").write_text("raise SystemExit('no license')")
     exporter = exporter_of(Path("model.mine"))
     assert exporter is not None and exporter.name == "mine"
     assert exporter_of(Path("model.onnx")) is find_exporter("onnx") is ONNX, "built-in names take precedence"

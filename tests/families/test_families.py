@@ -25,6 +25,7 @@ from contracts import (
     logits,
     spaces_of,
 )
+from packages import write_package
 from timm.layers import AttentionPoolLatent, GluMlp, LayerNorm2d, RmsNorm, SwiGLU
 from torch import Tensor, nn
 
@@ -203,23 +204,14 @@ def own_vit(pretrained=False, pretrained_cfg=None, pretrained_cfg_overlay=None, 
 class OwnFamily(VitFamily):
     name, supported, model_type, block_type = "own", "Own", Own, OwnBlock
 
-FAMILY, WRONG = OwnFamily(), nn.Linear(1, 1)
+FAMILY = OwnFamily()
 """
-
-
-def install(folder: Path, entry_points: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Install the package `own` in a folder of `sys.path`."""
-    info = folder / "own-1.dist-info"
-    info.mkdir(parents=True)
-    (folder / "own_models.py").write_text(PACKAGE)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(f"[vitcompress.families]\n{entry_points}\n")
-    monkeypatch.syspath_prepend(folder)
 
 
 def test_a_family_of_another_package_registers_its_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Known to timm without an import by the user, also if another package is broken."""
-    install(tmp_path / "site", "a_missing = own_missing:FAMILY\nown = own_models:FAMILY", monkeypatch)
+    points = "a_missing = own_missing:FAMILY\nown = own_models:FAMILY"
+    monkeypatch.syspath_prepend(write_package(tmp_path / "site", "families", points, own_models=PACKAGE))
     assert family_of(build("plain")).name == "vit" and "own_models" not in sys.modules, "read only if needed"
     try:
         small = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2, "num_classes": 3}

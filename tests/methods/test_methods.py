@@ -9,6 +9,7 @@ import pytest
 import torch
 from method_rows import OPTIONS, ROWS
 from method_world import context, model
+from packages import write_package
 from pydantic import TypeAdapter
 from torch import nn
 
@@ -169,14 +170,13 @@ def test_a_method_is_known_by_name_or_passed_as_an_object() -> None:
     assert "hetdpt, nose" in str(caught.value.hint)
 
 
+PRUNER = "from vitcompress.methods.ablations import FIXED as METHOD\nOTHER = 1\n"
+
+
 def test_a_method_of_another_package_is_an_entry_point(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Declared in the metadata of an installed distribution, here in a folder of `sys.path`."""
-    (tmp_path / "pruner.py").write_text("from vitcompress.methods.ablations import FIXED as METHOD\nOTHER = 1\n")
-    info = tmp_path / "pruner-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: pruner\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[vitcompress.methods]\nmine = pruner:METHOD\nwrong = pruner:OTHER\n")
-    monkeypatch.syspath_prepend(tmp_path)
+    site = write_package(tmp_path / "site", "methods", "mine = pruner:METHOD\nwrong = pruner:OTHER", pruner=PRUNER)
+    monkeypatch.syspath_prepend(site)
     assert find_method("mine") is METHODS["fixed"]
     with pytest.raises(InputError, match="wrong = pruner:OTHER is not of type Method"):
         find_method("wrong")
@@ -189,18 +189,15 @@ def test_a_method_of_another_package_is_an_entry_point(monkeypatch: pytest.Monke
 
 def test_the_schema_describes_the_built_in_method_of_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Which is the one that a recipe uses."""
-    (tmp_path / "pruner.py").write_text("from vitcompress.methods.ablations import FIXED as METHOD\n")
-    info = tmp_path / "pruner-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: pruner\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[vitcompress.methods]\nmine = pruner:METHOD\nmagnitude = pruner:METHOD\n")
+    points = "mine = pruner:METHOD\nmagnitude = pruner:METHOD"
+    site = write_package(tmp_path / "site", "methods", points, pruner=PRUNER)
 
     def steps() -> dict[str, Any]:
         listed = recipe_schema()["properties"]["step"]["items"]["oneOf"]  # type: ignore[index]
         return {step["properties"]["method"]["const"]: step["properties"].keys() for step in listed}
 
     before = steps()
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(site)
     assert steps() == {**before, "mine": before["fixed"]}
 
 

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from packages import write_package
 from PIL import Image
 from torch import Tensor, distributed, nn
 from torch.nn.utils.prune import l1_unstructured
@@ -982,17 +983,14 @@ def test_a_method_object_and_an_entry_point_work(monkeypatch: pytest.MonkeyPatch
 
     mine = vc.Method("mine", "half of the first FFN", NoOptions, keep_half, lambda *_: vc.Plan("x"))
     assert vc.plan(model(), mine).kept
-    (tmp_path / "plugin.py").write_text(
+    plugin = (
         "import vitcompress as vc\nfrom dataclasses import dataclass\n"
         "@dataclass(frozen=True)\nclass Options: pass\n"
         "def plan(model, context, options): return context.plan.delta(removed={'blocks.0.attn': 'drop'})\n"
         "METHOD = vc.Method('plugged', 'from another package', Options, plan, plan)\n"
     )
-    info = tmp_path / "plugin-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[vitcompress.methods]\nplugged = plugin:METHOD\nbroken = plugin:Options\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+    points = "plugged = plugin:METHOD\nbroken = plugin:Options"
+    monkeypatch.syspath_prepend(write_package(tmp_path / "site", "methods", points, plugin=plugin))
     assert vc.plan(model(), "plugged").removed == {"blocks.0.attn": "drop"}
     with pytest.raises(InputError, match="is not of type Method"):
         vc.plan(model(), "broken")

@@ -14,6 +14,7 @@ import torch
 import whole_runs as world
 from click.testing import CliRunner
 from damage import add_unused_weight
+from packages import write_package
 from PIL import Image
 from whole_runs import ARCH, ARGS, SMALL
 
@@ -231,15 +232,11 @@ def test_a_format_of_another_package_works_in_recipes_and_studies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The package declares an entry point; on the command line, in a run and in a study."""
-    info = tmp_path / "site" / "tool-1.dist-info"
-    info.mkdir(parents=True)
-    (info.parent / "tool.py").write_text(
+    tool = (
         "from dataclasses import replace\nfrom vitcompress.exporters.onnx.export import ONNX\n"
         'EXPORTER = replace(ONNX, name="mine", suffix=".mine")\n'
     )
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tool\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[vitcompress.exporters]\nmine = tool:EXPORTER\n")
-    monkeypatch.syspath_prepend(info.parent)
+    monkeypatch.syspath_prepend(write_package(tmp_path / "site", "exporters", "mine = tool:EXPORTER", tool=tool))
     (tmp_path / "small.toml").write_text(STRUCTURE["text"])
     words = ["recipe", str(tmp_path / "small.toml"), "--structure-only", "--weights", "random", "--out"]
     with pytest.raises(SystemExit) as ended:
