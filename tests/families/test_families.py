@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from contracts import (
     spaces_of,
 )
 from packages import write_package
-from timm.layers import AttentionPoolLatent, GluMlp, LayerNorm2d, RmsNorm, SwiGLU
+from timm.layers import AttentionPoolLatent, GluMlp, LayerNorm2d, Mlp, RmsNorm, SwiGLU
 from torch import Tensor, nn
 
 from vitcompress import surgery
@@ -56,7 +57,7 @@ def test_sites_are_in_forward_order_with_paths_that_exist(variant: str) -> None:
     family = family_of(model)
     sites = family.sites(model)
     kinds = ("attention", "activation", "ffn", "block")
-    kinds = tuple(kind for kind in kinds if kind != "activation" or not family.not_foldable)
+    kinds = tuple(kind for kind in kinds if kind != "activation" or not family.not_foldable(model))
     depth = len(family.blocks(model))
     assert depth == (2 if family.name in ("vit", "eva", "beit") else 3)
     assert [(site.index, site.kind) for site in sites] == [(i, kind) for i in range(depth) for kind in kinds]
@@ -151,10 +152,10 @@ def test_whole_heads_can_change_places_if_queries_and_values_move_together(varia
     order = tuple(h * width + c for h in (2, 0, 3, 1) for c in range(width))
     model.load_state_dict(sliced_state(state, [qk, v], {qk.name: order, v.name: order}))
     assert_same(logits(model, x), expected)
-    partial = [[qk]]
+    parts = [[qk]]
     if any(axis.per_head for axis in qk.axes):
-        partial.append([replace(qk, axes=tuple(axis for axis in qk.axes if not axis.per_head)), v])
-    for moved in partial:
+        parts.append([replace(qk, axes=tuple(axis for axis in qk.axes if not axis.per_head)), v])
+    for moved in parts:
         model.load_state_dict(sliced_state(state, moved, {space.name: order for space in moved}))
         assert_moved(logits(model, x), expected)
 
@@ -169,7 +170,7 @@ def test_a_prepared_model_equals_timms(variant: str) -> None:
     assert_same(logits(prepared, x), logits(model, x))
     names = list(prepared.state_dict())
     assert list(prepare_model(prepared).state_dict()) == names, "preparing again changes nothing"
-    renamed = ("beit", "beit_absolute", "packed_biases", "split_swiglu")
+    renamed = ("beit", "beit_absolute", "packed_biases", "split_swiglu", "inner_norms_rotary")
     assert (names != list(model.state_dict())) == (variant in renamed)
     assert list(build(variant).state_dict()) == names
 
@@ -257,12 +258,15 @@ SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_head
         ("swinv2_tiny_window8_256", STAGED, "it is of type SwinTransformerV2"),
         ("beit_base_patch16_224", {**SMALL, "swiglu_mlp": True}, "its FFN is of type SwiGLU"),
         ("beit_base_patch16_224", {**SMALL, "use_shared_rel_pos_bias": True}, "share one table of relative positions"),
-        ("eva02_tiny_patch14_224", {**SMALL, "qkv_fused": False}, "its q, k and v have separate layers"),
+        (
+            "eva02_tiny_patch14_224",
+            {**SMALL, "attn_type": "rope", "qkv_fused": False, "num_kv_heads": 2},
+            "its q has more heads than k and v",
+        ),
         ("swin_tiny_patch4_window7_224", {**STAGED, "norm_layer": RmsNorm}, "its norm is of type RmsNorm"),
         ("vit_tiny_patch16_224", {**SMALL, "global_pool": "prr"}, "its attention pool is of type AttentionPoolPrr"),
-        ("vit_tiny_patch16_224", {**SMALL, "qk_norm": True}, "normalizes q, k"),
-        ("vit_tiny_patch16_224", {**SMALL, "scale_attn_norm": True}, "normalizes q, k or its output"),
-        ("vit_tiny_patch16_224", {**SMALL, "scale_mlp_norm": True}, "normalizes its hidden channels"),
+        ("vit_tiny_patch16_224", {**SMALL, "qk_norm": True}, "normalizes q or k"),
+        ("vit_tiny_patch16_224", {**SMALL, "mlp_layer": partial(Mlp, use_conv=True)}, "its FFN is convolutional"),
         ("vit_tiny_patch16_224", {**SMALL, "norm_layer": "rmsnorm"}, "its norm is of type RmsNorm"),
         ("vit_tiny_patch16_224", {**SMALL, "embed_norm_layer": "rmsnorm"}, "its norm is of type RmsNorm"),
         ("vit_tiny_patch16_224", {**SMALL, "attn_layer": "diff"}, "its attention is of type DiffAttention"),

@@ -103,6 +103,8 @@ CONTRACTS = {
     ("eva", "eva_unturned"): Contract("vit_small_patch16_dinov3", {"use_rot_pos_emb": False}, "eva"),
     ("eva", "rotary_pool"): Contract("vit_pe_core_small_patch16_384", family="eva"),
     ("eva", "split_swiglu"): Contract("vit_small_plus_patch16_dinov3", family="eva"),
+    ("vit", "inner_norms"): Contract(VIT, {"scale_attn_norm": True, "scale_mlp_norm": True}),
+    ("eva", "inner_norms_rotary"): Contract("eva02_base_patch16_clip_224", family="eva"),
     ("eva", "packed_biases"): Contract("vit_small_patch16_dinov3_qkvb", family="eva"),
     ("beit", "beit"): Contract(BEIT, {"img_size": [8, 12]}, "beit"),
     ("beit", "beit_absolute"): Contract(

@@ -22,7 +22,7 @@ def pruned(variant: str, **args: Any) -> tuple[nn.Module, nn.Module, Plan]:
     """A dense model, the same model without an attention, an activation and some channels, folded, and its plan."""
     dense = build(variant, dtype=torch.float32, **args)
     base = contract(variant, **args).plan
-    acts = [] if family_of(dense).not_foldable else having(dense, "activation", [1])
+    acts = [] if family_of(dense).not_foldable(dense) else having(dense, "activation", [1])
     plan = base.then(depth_plan(dense, base, having(dense, "attention", [0]), acts))
     plan = replace(plan, kept=kept_channels(surgery.apply_to_copy(dense, plan), {"mlp", "v"}))
     model = surgery.apply_to_copy(dense, plan)

@@ -1,5 +1,6 @@
 """UP-ViT's scores are those of truly deleted channels and blocks, computed once."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from contracts import CONTRACTS, assert_same, build, contract, logits
 from contracts import images as pictures
 from method_world import context, images, model
 from torch import Tensor, nn
+from torch.nn import functional
 
 from vitcompress import surgery
 from vitcompress.families import family_of
@@ -31,6 +33,12 @@ class Batches(list):
         return cls((part, torch.zeros(len(part))) for part in x.split(2))
 
 
+def normalize_others(kept: Tensor, norm: nn.LayerNorm, args: tuple[Tensor], out: Tensor) -> Tensor:
+    """The output of a LayerNorm whose statistics are those of the channels `kept`."""
+    own = functional.layer_norm(args[0][..., kept], (len(kept),), norm.weight[kept], norm.bias[kept], norm.eps)
+    return out.index_copy(-1, kept, own)
+
+
 def naive(dense: nn.Module, plan: Plan, component: Component, channel: int, x: Tensor) -> float:
     """S by cutting the channel out for real and running the whole model."""
     kept = tuple(c for c in range(component.size) if c != channel)
@@ -43,6 +51,9 @@ def naive(dense: nn.Module, plan: Plan, component: Component, channel: int, x: T
                     if axis.dim == 0:
                         for n in range(axis.copies):
                             copy.get_parameter(axis.tensor)[axis.offset + n * space.size + channel] = 0.0
+        for owner in {axis.owner for space in component.spaces for axis in space.axes}:
+            if isinstance(norm := copy.get_submodule(owner), nn.LayerNorm):
+                norm.register_forward_hook(partial(normalize_others, torch.tensor(kept)))
         assert heads and family
     else:
         one = Plan(plan.arch, plan.arch_args, kept={space.name: kept for space in component.spaces})
@@ -99,7 +110,7 @@ def test_the_shortened_last_block_gives_the_same_answers() -> None:
     before = logits(dense, x)
     surgery.replace_module(dense, path, block)
     assert_same(logits(dense, x), before)
-    for variant in ("avg_pooled", "swiglu"):  # the classifier reads all tokens; another kind of FFN
+    for variant in ("avg_pooled", "swiglu", "inner_norms"):  # all tokens are read; other kinds of FFN and attention
         assert shorten_last_block(build(variant), family_of(build(variant))) == {}
 
 

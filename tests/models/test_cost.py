@@ -230,7 +230,7 @@ def vit_macs(row: Contract, model: nn.Module) -> tuple[int, int]:
     height, width = row.image_size
     patches, depth = (height // 4) * (width // 4), row.arch_args["depth"]
     tokens, heads = patches + model.num_prefix_tokens, 2 if hasattr(model, "head_dist") else 1
-    gated = "giant" in row.arch or "plus" in row.arch or "swiglu_mlp" in row.args
+    gated = "giant" in row.arch or "plus" in row.arch or "eva02" in row.arch or "swiglu_mlp" in row.args
     ffn = 2 + 4 if gated else 2 + 2  # gate and values, each twice as wide as the stream
     linear = patches * 48 * 16 + depth * tokens * (4 + ffn) * 16 * 16 + heads * 16 * 5
     products = depth * 2 * tokens * tokens * 16

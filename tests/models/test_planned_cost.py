@@ -26,7 +26,7 @@ def test_the_planned_cost_is_the_counted_cost(variant: str, folds: bool) -> None
     base = contract(variant).plan
     model = create_on_meta(base.arch, base.arch_args)
     if folds:
-        acts = [] if family_of(model).not_foldable else [1]
+        acts = [] if family_of(model).not_foldable(model) else [1]
         plan = base.then(depth_plan(model, base, [0], acts))
         model = surgery.apply_to_copy(model, plan)
         surgery.fold_linears(model, plan)

@@ -81,6 +81,8 @@ def test_open_channel_masks_change_nothing_and_have_gradients(variant: str) -> N
     for writer in (mlp.fc1, mlp.dwconv) if hasattr(mlp, "dwconv") else (mlp.fc1,):
         rows += (writer.weight * writer.weight.grad).flatten(1).sum(1).view(-1, len(rows)).sum(0)
         rows += 0 if writer.bias is None else (writer.bias * writer.bias.grad).view(-1, len(rows)).sum(0)
+    for parameter in getattr(mlp, "norm", nn.Identity()).parameters():
+        rows += parameter * parameter.grad
     assert_same(gates[name].grad, rows.detach())
     assert all(float(gate.grad.abs().max()) > 0 for gate in gates.values())
 

@@ -31,7 +31,7 @@ def half_heads(model: nn.Module) -> dict[str, int]:
 
 def depth(model: nn.Module, base: Plan, bypass: str = "drop") -> Plan:
     """One attention fewer, and where activations can go one of those."""
-    acts = [] if family_of(model).not_foldable else [1]
+    acts = [] if family_of(model).not_foldable(model) else [1]
     return base.then(depth_plan(model, base, [0], acts, attention_bypass=bypass))
 
 
@@ -52,7 +52,7 @@ def test_depth(variant: str, bypass: str) -> None:
         check = shape_check(planned_tensors(dense, plan), surgery.apply_to_copy(dense, plan))
         assert check.verdict == "passed", check.detail
     changes = {row.change for row in planned_tensors(dense, plan)}
-    assert "removed" in changes and ("folded" in changes) != bool(family_of(dense).not_foldable)
+    assert "removed" in changes and ("folded" in changes) != bool(family_of(dense).not_foldable(dense))
 
 
 @every_variant

@@ -82,23 +82,31 @@ class AnyWidthAttention(nn.Module):
             options["dropout_p"] = self.attn_drop.p
         x = F.scaled_dot_product_attention(q, k, v, scale=self.scale, **options)
         x = x[..., :width] if self.padded else x
-        return cast(Tensor, self.proj_drop(self.proj(x.transpose(1, 2).flatten(2))))
+        return cast(Tensor, self.proj_drop(self.proj(self.normalize(x.transpose(1, 2).flatten(2)))))
+
+    def normalize(self, x: Tensor) -> Tensor:
+        """The input of `proj`, (batch, tokens, channels of v)."""
+        return x
 
 
 class SlicedAttention(AnyWidthAttention):
     """Self-attention (VisionTransformer)."""
 
+    PARTS: tuple[str, ...] = (*AnyWidthAttention.PARTS, "norm")
     WIDTHS: tuple[str, ...] | None = ("attn_dim",)
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """x: normalized tokens, (batch, tokens, channels) -> same shape."""
         return self.attend(*self.project(x), attn_mask=attn_mask, is_causal=is_causal)
 
+    def normalize(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.norm(x))
+
 
 class SlicedRotaryAttention(SlicedAttention):
     """Attention that rotates q and k by the position of their patch (Eva). Prefix tokens have no position."""
 
-    PARTS = (*AnyWidthAttention.PARTS, "num_prefix_tokens", "rotate_half")
+    PARTS = (*SlicedAttention.PARTS, "num_prefix_tokens", "rotate_half")
     WIDTHS = None
 
     def forward(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
+import torch
 from timm.layers import AttentionPoolLatent, GluMlp, LayerNorm2d, LayerScale, Mlp, PatchEmbed, SwiGLU
 from torch import nn
 
@@ -99,7 +100,6 @@ class Family(ABC):
     wiring: the residual branches of a block.
     stages: path of the list of stages; empty for models without stages.
     stem: path of the convolution that reads the images.
-    not_foldable: why an FFN without its activation is not linear, as a sentence; empty if it is.
     fixed_size: whether the input size of a model with changed attentions cannot be changed.
     """
 
@@ -113,7 +113,6 @@ class Family(ABC):
     wiring: Wiring
     stages: str = ""
     stem: str = "patch_embed.proj"
-    not_foldable: str = ""
     fixed_size: bool = False
 
     def problem(self, model: Any) -> str | None:
@@ -143,8 +142,8 @@ class Family(ABC):
         ):
             if part is not None and type(part) not in types:
                 return f"its {what} {type(part).__name__}"
-        if isinstance(mlp, Mlp | GluMlp | SwiGLU) and not (is_empty(mlp.norm) and isinstance(mlp.fc2, nn.Linear)):
-            return "its FFN normalizes its hidden channels or is convolutional"
+        if isinstance(mlp, Mlp | GluMlp | SwiGLU) and not isinstance(mlp.fc2, nn.Linear):
+            return "its FFN is convolutional"
         first = mlp.fc1 if isinstance(mlp, GluMlp) else mlp.fc1_g if isinstance(mlp, SwiGLU) else None
         return "its gated FFN has no biases" if first is not None and first.bias is None else None
 
@@ -162,15 +161,21 @@ class Family(ABC):
         """Number of blocks of each stage of the dense model; numbers of blocks count through all stages."""
         return []
 
+    def not_foldable(self, model: nn.Module) -> str:
+        """Why an FFN without its activation is not linear, as a sentence; empty if it is."""
+        ffns = (getattr(block, "mlp", None) for block in self.blocks(model).values())
+        normalized = not is_empty(*(getattr(ffn, "norm", None) for ffn in ffns))
+        return "the FFNs normalize their hidden channels and cannot be folded" if normalized else ""
+
     def sites(self, model: nn.Module) -> tuple[Site, ...]:
         """Attention, activation (unless the FFN is not linear without it), FFN and block of every remaining block."""
-        depths, sites = self.depths(model), list[Site]()
+        depths, foldable, sites = self.depths(model), not self.not_foldable(model), list[Site]()
         for path, block in self.blocks(model).items():
             numbers = [int(part) for part in path.split(".") if part.isdigit()]
             mlp, place = getattr(block, "mlp", None), (path, sum(depths[: numbers[0]]) + numbers[-1])
             if hasattr(block, "attn"):
                 sites.append(Site(f"{path}.attn", "attention", *place, f"{path}.drop_path1"))
-            if not self.not_foldable and not is_empty(getattr(mlp, "act", None)):
+            if foldable and not is_empty(getattr(mlp, "act", None)):
                 gates = f"{path}.mlp" if isinstance(mlp, GluMlp) else ""
                 sites.append(Site(f"{path}.mlp.act", "activation", *place, f"{path}.drop_path2", gates))
             if mlp is not None:
@@ -215,7 +220,8 @@ class Family(ABC):
 
     def linear_pair(self, model: nn.Module, ffn: str) -> tuple[str, str] | None:
         """Paths of the layers that `surgery.fold` multiplies, in order of use; None if there are not two."""
-        return (f"{ffn}.fc1", f"{ffn}.fc2") if isinstance(model.get_submodule(ffn), Mlp | GluMlp) else None
+        mlp: Any = model.get_submodule(ffn)
+        return (f"{ffn}.fc1", f"{ffn}.fc2") if isinstance(mlp, Mlp | GluMlp) and is_empty(mlp.norm) else None
 
     def normalized(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
         """Path of each LayerNorm of a block whose output only linear layers read -> paths of these layers."""
@@ -312,7 +318,7 @@ def describe_heads(model: nn.Module, path: str, name: str, attn: Any) -> list[Sp
     if hasattr(attn, "qkv"):
         qk_dim = (attn.qkv.out_features - v_dim) // 2
         qk = linear_axes(model, f"{name}.qkv", copies=2)
-        v = linear_axes(model, f"{name}.qkv", offset=2 * qk_dim)
+        v = (*linear_axes(model, f"{name}.qkv", offset=2 * qk_dim), *norm_axes(model, f"{name}.norm"))
     else:
         qk_dim = attn.q.out_features
         qk = (*linear_axes(model, f"{name}.q"), *linear_axes(model, f"{name}.kv"))
@@ -336,7 +342,7 @@ def describe_ffn(model: nn.Module, path: str, mlp: Any) -> Described:
     axes = [axis for layer in first for axis in linear_axes(model, layer, copies=copies)]
     if hasattr(mlp, "dwconv"):
         axes += linear_axes(model, f"{name}.dwconv")
-    space = Space(name, "mlp", hidden, (*axes, input_axis(f"{name}.fc2")))
+    space = Space(name, "mlp", hidden, (*axes, *norm_axes(model, f"{name}.norm"), input_axis(f"{name}.fc2")))
     return [space], [*map(input_axis, first), *linear_axes(model, f"{name}.fc2")]
 
 
@@ -355,6 +361,17 @@ def _last_linear(path: str, part: nn.Module) -> str:
     if isinstance(part, nn.Linear):  # folded
         return path
     return f"{path}.proj" if hasattr(part, "proj") else f"{path}.fc2"
+
+
+def join_layers(*layers: Any) -> nn.Linear:
+    """The layer that computes the outputs of `layers` side by side. Missing biases are zero if the first has one."""
+    first, rows = layers[0], sum(layer.out_features for layer in layers)
+    joined = nn.Linear(first.in_features, rows, bias=first.bias is not None, device="meta")
+    for name, own in first.named_parameters():
+        parts = (getattr(layer, name) for layer in layers)
+        filled = [own.new_zeros(len(own)) if part is None else part for part in parts]
+        setattr(joined, name, nn.Parameter(torch.cat(filled).detach(), own.requires_grad))
+    return joined.train(first.training)
 
 
 def linear_axes(model: nn.Module, name: str, *, offset: int = 0, copies: int = 1) -> tuple[Axis, ...]:

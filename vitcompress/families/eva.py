@@ -16,7 +16,7 @@ from timm.models.eva import Eva, EvaAttention, EvaBlock
 from torch import Tensor, nn
 
 from vitcompress.families.attention import SlicedPool, SlicedPositionAttention, SlicedRotaryAttention
-from vitcompress.families.base import Described
+from vitcompress.families.base import Described, join_layers
 from vitcompress.families.edited_block import Wiring, children
 from vitcompress.families.gated_ffn import pack
 from vitcompress.families.vit import VitFamily
@@ -41,8 +41,7 @@ class EvaFamily(VitFamily):
 
     name = "eva"
     supported = (
-        "timm Eva models (DINOv3, EVA, rotary ViTs) with pre-norm blocks, one layer for q, k and v, a two-layer or "
-        "gated MLP and LayerNorm"
+        "timm Eva models (DINOv3, EVA-02, rotary ViTs) with pre-norm blocks, a two-layer or gated MLP and LayerNorm"
     )
     model_type = Eva
     block_type = EvaBlock
@@ -65,8 +64,8 @@ class EvaFamily(VitFamily):
 
     def block_problem(self, block: Any) -> str | None:
         attn = getattr(block, "attn", None)
-        if isinstance(attn, EvaAttention | AttentionRope) and not isinstance(attn.qkv, nn.Linear):
-            return "its q, k and v have separate layers"
+        if getattr(attn, "num_kv_groups", 1) > 1:
+            return "its q has more heads than k and v (grouped-query attention)"
         return super().block_problem(block)
 
     def describe_attention(self, model: Any, path: str, attn: Any) -> Described:
@@ -75,7 +74,7 @@ class EvaFamily(VitFamily):
         return [replace(qk, whole_heads=getattr(model, "rope", None) is not None), v], stream
 
     def prepare(self, model: nn.Module) -> None:
-        """Move separate biases of q, k and v into the `qkv` layer, and gate and values of an FFN into one layer.
+        """Join separate layers or biases of q, k and v, and the layers of gate and values of an FFN.
 
         With separate biases timm uses only the weight of the `qkv` layer, so no hook on the layer would run.
         """
@@ -83,6 +82,9 @@ class EvaFamily(VitFamily):
             attn: Any = module
             if isinstance(mlp := getattr(module, "mlp", None), SwiGLU):
                 module.mlp = pack(mlp)
+            if isinstance(getattr(attn, "q_proj", None), nn.Linear):
+                attn.qkv = join_layers(attn.q_proj, attn.k_proj, attn.v_proj)
+                attn.q_proj = attn.k_proj = attn.v_proj = None
             if getattr(attn, "q_bias", None) is not None and isinstance(attn.qkv, nn.Linear):
                 packed = torch.cat([attn.q_bias, attn.k_bias, attn.v_bias]).detach()
                 attn.qkv.bias = nn.Parameter(packed, requires_grad=attn.q_bias.requires_grad)

@@ -12,14 +12,13 @@ import torch
 from timm.layers import GluMlp, Mlp, SwiGLU
 from torch import Tensor, nn
 
+from vitcompress.families.base import join_layers
+
 
 def pack(mlp: SwiGLU) -> GluMlp:
     """The equal FFN that computes gate and values in one layer, over the other modules of `mlp`."""
     packed = GluMlp(1, 2, gate_last=False, device="meta")
-    packed.fc1 = nn.Linear(mlp.fc1_g.in_features, 2 * mlp.fc2.in_features, device="meta")
-    for name, gate in mlp.fc1_g.named_parameters():
-        joined = torch.cat([gate, mlp.fc1_x.get_parameter(name)]).detach()
-        setattr(packed.fc1, name, nn.Parameter(joined, gate.requires_grad))
+    packed.fc1 = join_layers(mlp.fc1_g, mlp.fc1_x)
     packed.act, packed.drop1, packed.norm, packed.fc2, packed.drop2 = mlp.act, mlp.drop1, mlp.norm, mlp.fc2, mlp.drop2
     return packed.train(mlp.training)
 

@@ -25,10 +25,12 @@ class PvtFamily(base.StagedFamily):
         takes_arguments=frozenset({"attn", "mlp"}),
     )
     stages = "stages"
-    not_foldable = "PVTv2's MLP has a depth-wise 3x3 convolution and cannot be folded exactly"
 
     def depths(self, model: Any) -> list[int]:
         return list(model.depths)
+
+    def not_foldable(self, model: nn.Module) -> str:
+        return "PVTv2's MLP has a depth-wise 3x3 convolution and cannot be folded exactly"
 
     def describe_attention(self, model: nn.Module, path: str, attn: Any) -> base.Described:
         name = f"{path}.attn"

@@ -38,9 +38,9 @@ class VitFamily(base.Family):
 
     def block_problem(self, block: Any) -> str | None:
         attn = getattr(block, "attn", None)
-        optional = (getattr(attn, name, None) for name in ("q_norm", "k_norm", "norm", "gate"))
+        optional = (getattr(attn, name, None) for name in ("q_norm", "k_norm", "gate"))
         if isinstance(attn, tuple(self.sliced)) and not base.is_empty(*optional):
-            return "its attention normalizes q, k or its output, or has a gate"
+            return "its attention normalizes q or k, or has a gate"
         return super().block_problem(block)
 
     def streams(self, model: Any, axes: Mapping[str, Iterable[base.Axis]]) -> Iterator[base.Space]:
@@ -105,7 +105,8 @@ def shorten_last_block(model: nn.Module, family: base.Family) -> dict[str, First
         return {}
     path = list(blocks)[-1]
     block: Any = blocks[path]
-    if type(block) is not Block or type(block.attn) is not Attention or type(block.mlp) is not Mlp:
+    plain = type(block.attn) is Attention and base.is_empty(block.attn.norm)
+    if type(block) is not Block or not plain or type(block.mlp) is not Mlp:
         return {}
     return {path: FirstTokensBlock(block, int(model.num_prefix_tokens))}
 

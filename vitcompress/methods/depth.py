@@ -52,10 +52,10 @@ def blocks_of(sites: Iterable[Site]) -> dict[SiteKind, list[int]]:
     return {kind: [site.index for site in chosen if site.kind == kind] for kind in KINDS}
 
 
-def check_kinds(family: Family, kinds: Sequence[SiteKind]) -> None:
-    """Raise PlanError if activations are among `kinds` and the family's FFNs are not linear without them."""
-    if "activation" in kinds and family.not_foldable:
-        raise PlanError(family.not_foldable, hint="remove attentions alone (nose), or prune widths")
+def check_kinds(model: nn.Module, family: Family, kinds: Sequence[SiteKind]) -> None:
+    """Raise PlanError if activations are among `kinds` and the FFNs are not linear without them."""
+    if "activation" in kinds and (problem := family.not_foldable(model)):
+        raise PlanError(problem, hint="remove attentions alone (nose), or prune widths")
 
 
 def spread_layers(
@@ -67,7 +67,7 @@ def spread_layers(
     computes the class token only, so a model without late attentions would be faster than most search results. Raises
     PlanError if `pruned_layers` is larger than the number of removable layers.
     """
-    check_kinds(family, kinds)
+    check_kinds(model, family, kinds)
     present = layers(model, family)
     removable = {kind: max(0, len(present[kind]) - 1) for kind in kinds}
     if (count := options.pruned_layers) > (most := sum(removable.values())):
@@ -90,7 +90,7 @@ def plan_layers(model: nn.Module, base: Plan, removed: Blocks, options: BypassOp
     family = family_of(model)
     sites = family.sites(model)
     if removed.get("activation"):
-        check_kinds(family, ("activation",))
+        check_kinds(model, family, ("activation",))
     gone: list[Site] = []
     for kind in KINDS:
         by_block = {site.index: site for site in sites if site.kind == kind}
@@ -103,7 +103,7 @@ def plan_layers(model: nn.Module, base: Plan, removed: Blocks, options: BypassOp
         drop = site.gates and options.gated_ffn == "drop_ffn"
         bypasses |= {site.gates: "drop"} if drop else {site.name: options.gated_ffn if site.gates else plain}
     appended = {}
-    if options.both_pruned_output_act == "gelu" and not family.not_foldable:
+    if options.both_pruned_output_act == "gelu" and not family.not_foldable(model):
         left = {site.block for site in sites if site.kind in KINDS and site not in gone}
         appended = {site.block: "gelu" for site in sites if site in gone and site.block not in left}
     return base.delta(removed=bypasses, appended=appended)

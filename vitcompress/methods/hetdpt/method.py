@@ -106,7 +106,7 @@ def spread_steps(model: nn.Module, family: Family, options: AllocationOptions | 
     too few rounds for one.
     """
     if isinstance(options, AllocationOptions):
-        depth.check_kinds(family, KINDS)
+        depth.check_kinds(model, family, KINDS)
         collection.check_options(options.collection)
         counts = [len(own) for own in depth.layers(model, family).values()]
         splits = feasible_splits((counts[0], counts[1]), options.pruned_layers, options.min_pruned_per_type)
