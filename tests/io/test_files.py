@@ -171,12 +171,15 @@ def test_concurrent_updates_are_all_kept(tmp_path: Path) -> None:
 
 def test_the_last_state_is_loaded(tmp_path: Path) -> None:
     assert load_state(tmp_path) is None
+    other = tmp_path / "state-machine" / "notes.txt"  # of the user: `vc.finetune` takes any folder
+    other.parent.mkdir()
+    other.touch()
     for epoch, value in ((1, 10.0), (2, 20.0), (2, 21.0), (12, 30.0), (3, 40.0)):
         save_state(tmp_path, epoch, {"a": torch.tensor(value)}, {"value": value})
         state = load_state(tmp_path)
         assert state is not None
         assert (state.epoch, float(state.tensors["a"]), state.data) == (epoch, value, {"value": value})
-        assert len(list(tmp_path.iterdir())) == 1
+        assert len(list(tmp_path.iterdir())) == 2 and other.exists()
 
 
 WATCHED = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}

@@ -59,7 +59,7 @@ def load_state(folder: Path) -> State | None:
 
 
 def _delete_others(folder: Path, kept: Path) -> None:
-    for old in (*folder.glob(".state-*.part"), *folder.glob("state-*")):
+    for old in (*folder.glob(".state-*.part"), *(path for _, _, path in _states(folder))):
         if old != kept:
             shutil.rmtree(old, ignore_errors=True)
 
