@@ -269,8 +269,9 @@ def test_preprocessing_is_that_of_the_training(tmp_path: Path) -> None:
     ]
     own = {"pretrained_cfg_overlay": {"mean": [0.5, 0.5, 0.5]}}
     assert resolve_model(VIT, own, path).arch_args["pretrained_cfg_overlay"] == {"mean": [0.5] * 3, "crop_pct": 1.0}
-    saved(path, options={"model": "deit_tiny_patch16_224", "num_heads": 4})  # trained with the mean of another name
-    assert input_config(create_model(VIT, resolve_model(VIT, {}, path).arch_args)).mean == tuple(IMAGENET)
+    for name in ("deit_tiny_patch16_224", "deit_tiny_patch16_224.of_another_timm"):
+        saved(path, options={"model": name, "num_heads": 4})  # trained with the mean of another name
+        assert input_config(create_model(VIT, resolve_model(VIT, {}, path).arch_args)).mean == tuple(IMAGENET)
 
 
 def test_a_recipe_without_files_keeps_its_plan() -> None:
@@ -532,12 +533,21 @@ def test_the_architecture_of_distilled_weights_comes_before_their_classes(used: 
 
 
 @pytest.mark.parametrize(
+    "stated", [{"class_to_idx": {"1": 0, "0": 2, "2": 1}}, {"id2label": {"2": "0", "0": "1", "1": "2"}}]
+)
+def test_names_of_classes_may_be_numbers(tmp_path: Path, stated: dict[str, Any]) -> None:
+    saved(tmp_path / "a.pth", **stated)
+    assert resolve_model(VIT, {"num_heads": 4}, tmp_path / "a.pth").class_names == ("1", "2", "0")
+
+
+@pytest.mark.parametrize(
     "stated",
     [
         {"id2label": {"a": {"b": 1}, "c": [0]}},
         {"class_to_idx": {"cat": [], "dog": {}, "owl": 1}},
         {"img_size": [[8, 8], {"a": 1}]},
         {"img_size": [[24], [24]]},
+        {"model_args": {"img_size": []}},
     ],
 )
 def test_tables_instead_of_numbers_in_a_checkpoint(tmp_path: Path, stated: dict[str, Any]) -> None:
@@ -546,3 +556,20 @@ def test_tables_instead_of_numbers_in_a_checkpoint(tmp_path: Path, stated: dict[
     torch.save({"model": model.state_dict(), **stated}, tmp_path / "b.pth")
     resolved, plain = (resolve_model(VIT, {"num_heads": 4}, tmp_path / name) for name in ("b.pth", "a.pth"))
     assert resolved.class_names == () and resolved.arch_args == plain.arch_args
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("patch_embed.proj.weight", ()),
+        ("patch_embed.proj.weight", (0, 3, 8, 8)),
+        ("pos_embed", ()),
+        ("head.weight", ()),
+        ("register_tokens", (1, 2, 16)),
+    ],
+)
+def test_tensors_of_other_shapes_are_of_another_model(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    tensors = saved(tmp_path / "a.pth").state_dict() | {name: torch.zeros(shape)}
+    torch.save(tensors if name != "register_tokens" else {name: tensors[name]}, tmp_path / "a.pth")
+    with pytest.raises((InputError, WeightsError), match=r"cannot build|of another model|have 1 classes"):
+        create_named(VIT + "?num_heads=4", tmp_path / "a.pth", classes=3)

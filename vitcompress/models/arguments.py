@@ -133,7 +133,7 @@ KINDS: tuple[tuple[str, type[nn.Module] | None, str], ...] = (
     ("ConvNeXt", None, "stages.0.blocks.0.conv_dw.weight"),
     ("ResNet", None, "layer1.0.conv1.weight"),
 )
-SIZES = {192: "tiny", 384: "small", 768: "base", 1024: "large"}  # width -> its word in timm's names
+SIZES: dict[object, str] = {192: "tiny", 384: "small", 768: "base", 1024: "large"}  # width -> its word in timm's names
 NAMES = {"ViT": "vit_{}_patch{}_224", "distilled DeiT": "deit_{}_distilled_patch{}_224"}
 # Limits that no model reaches: a plan or a checkpoint may be from anyone.
 MOST = {"depth": 256, "depths": 256, "num_classes": 2**20, "mlp_ratio": 64, "mlp_ratios": 64}
@@ -184,7 +184,7 @@ def read_arguments(base: type[nn.Module] | None, shapes: Shapes) -> dict[str, ob
     """The arguments of a class of `RULES` that `shapes` show."""
     facts: dict[str, object] = {}
     for name, rule in RULES[base].items() if base and PATCHES in shapes else ():
-        with suppress(LookupError, ValueError):  # no such tensor
+        with suppress(LookupError, ValueError, ZeroDivisionError):  # no such tensor, or an empty one
             facts[name] = rule(shapes)
     return {name: value for name, value in facts.items() if value is not None}
 
@@ -197,5 +197,5 @@ def describe_shapes(shapes: Shapes) -> tuple[str, str | None]:
     label, base = next(((label, base) for label, base, name in KINDS if name in shapes), ("", None))
     facts = read_arguments(base, shapes)
     values = ", ".join(f"{name} {facts[name]}" for name in SHOWN if name in facts)
-    size = SIZES.get(shapes[PATCHES][0]) if label in NAMES and PATCHES in shapes else None
+    size = SIZES.get(facts.get("embed_dim")) if label in NAMES else None
     return label + f" ({values})" * bool(values), NAMES[label].format(size, facts["patch_size"]) if size else None

@@ -90,10 +90,9 @@ def resolve_model(
     """
     if arch.startswith(HUB):
         arch, weights = "", arch if str(weights) == "hub" else weights
-    is_file = str(weights) not in NOT_FILES
-    file = open_weights(weights) if is_file else WeightFile()
+    file = WeightFile() if str(weights) in NOT_FILES else open_weights(weights)
     arch = arch or str(file.stated.get("model", ""))
-    if is_file and not arch:
+    if not arch:
         raise InputError(f"{weights} does not name a timm architecture", hint=f"use --model NAME --weights {weights}")
     create.check_arguments(arch, args)
     own = {name: value for name, value in args.items() if name != create.OVERLAY}
@@ -135,7 +134,8 @@ def _preprocessing(
     """The preprocessing of `blank`, and the source of each value. Those of `preprocessing` count most."""
     config, stated = create.input_config(blank), file.stated
     trained = str(stated.get("model", arch))
-    if trained.split(".")[0] != arch.split(".")[0] and (other := timm.get_pretrained_cfg(trained)):
+    known = trained if timm.is_model_pretrained(trained) else trained.split(".")[0]  # timm may lack the tag
+    if known.split(".")[0] != arch.split(".")[0] and (other := timm.get_pretrained_cfg(known)):
         stated = {**other.to_dict(), **stated}  # a training script that names another model uses its defaults
     tables: dict[str, Mapping[str, Any]] = {DEFAULT: vars(config), file.stated_in: stated, RECIPE: overlay}
     tables |= {source: table.changes_for(config.size[0], arch) for source, table in preprocessing.items()}
@@ -204,8 +204,6 @@ def _read_shapes(arch: str, base: Any, shapes: Shapes, stated: Arguments, own: A
     """The arguments that `shapes` show, without those that a stated one explains otherwise (`AMBIGUOUS`)."""
     seen = read_arguments(base, shapes)
     unsure = {name for argument, names in AMBIGUOUS.items() if argument in {**stated, **own} for name in names}
-    if not unsure:
-        return seen
     certain = {name: value for name, value in seen.items() if name not in unsure}
     known = inspect.signature(base).parameters
     try:
@@ -222,7 +220,7 @@ def _check_positions(shapes: Shapes, model: Shapes, weights: str | Path) -> None
     """Raise WeightsError if `model` has position tables of another size than the weights."""
     for name in sorted(name for name in model.keys() & shapes.keys() if POSITIONS.search(name)):
         old, new = shapes[name], model[name]
-        if old != new and old[-1] == new[-1]:
+        if old != new and old[-1:] == new[-1:]:
             hint = "set the image size of the training, as in --set model.args.img_size=[48,96]"
             change = f"{name} from {old} to {new} would be resampled"
             raise WeightsError(f"the image size of {weights} is unknown: {change}", hint=hint)

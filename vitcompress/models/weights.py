@@ -111,7 +111,9 @@ def open_weights(weights: str | Path) -> WeightFile:
     if isinstance(epsilon := config.get("layer_norm_eps"), float) and epsilon > 1e-5:  # that of Swin; see `to_timm`
         raise WeightsError(f"{path} has the layer_norm_eps {epsilon}, timm's models have at most 1e-05")
     tensors, part, content = read_checkpoint(file)
-    check_finite(tensors := to_timm(tensors), path)
+    with contextlib.suppress(*LIBRARY_ERRORS):  # parts of several models: reported when they are loaded
+        tensors = to_timm(tensors)
+    check_finite(tensors, path)
     if any(key.endswith(TRANSFORMERS) for key in tensors):
         kind = config.get("model_type", "unknown type")
         message = f"{path} contains a model of transformers ({kind}), which is not converted"
@@ -214,7 +216,7 @@ def _stated(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         stated.pop("interpolation", None)
     for arguments in (_table(table.get(key)) for table in tables for key in ARGUMENTS):
         stated |= {key: value for key, value in arguments.items() if not TRAINING_ONLY.search(key)}
-    if isinstance(size := stated.get("img_size"), list | tuple):  # (channels, height, width) or (height, width)
+    if isinstance(size := stated.get("img_size"), list | tuple) and size:  # height and width, or after the channels
         stated["img_size"] = size[-1] if size[-1] == size[-2:][0] else list(size[-2:])
     return stated
 
@@ -228,9 +230,9 @@ def _class_names(tables: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     listed = (table.get(key) for key in CLASS_NAMES for table in tables)
     names = next((names for names in listed if isinstance(names, list | tuple | Mapping) and names), ())
     if isinstance(names, Mapping):
-        by_number = names.items() if all(str(key).isdecimal() for key in names) else ((v, k) for k, v in names.items())
-        numbers = {str(number): name for number, name in by_number}
-        names = [numbers.get(str(number)) for number in range(len(numbers))]
+        if not all(isinstance(name, str) for name in names.values()):
+            names = {str(number): name for name, number in names.items()}
+        names = [names.get(str(number), names.get(number)) for number in range(len(names))]
     unnamed = all(name == f"LABEL_{number}" for number, name in enumerate(names))  # transformers' default
     return tuple(names) if not unnamed and all(isinstance(name, str) and name for name in names) else ()
 
@@ -306,7 +308,7 @@ def load_weights(model: nn.Module, path: str | Path, new_head: bool) -> None:
     wrong = [key for key in own if key in tensors and tensors[key].shape != own[key].shape]
     only_head = {*missing, *extra, *wrong} <= heads
     if wrong and only_head:
-        have, wanted = (table[min(wrong)].shape[0] for table in (tensors, own))
+        have, wanted = (table[min(wrong)].shape[:1].numel() for table in (tensors, own))
         if have != wanted:
             raise _class_mismatch(f"the weights in {path}, {kind},", have, wanted)
     shapes = [f"{key} is {tuple(tensors[key].shape)}, expected {tuple(own[key].shape)}" for key in wrong]
