@@ -21,6 +21,7 @@ WHOLE = Plan(
     folded=("blocks.1.mlp", "blocks.1.ls2"),
     kept={"residual": (3, 1, 2), "blocks.0.mlp": (0,)},
     heads={"blocks.0.attn": 2},
+    standard={"arch": "deit_tiny_patch16_224", "args": {"depth": 6}},
 )
 
 
@@ -50,9 +51,10 @@ def test_all_problems_of_a_file_are_reported_at_once() -> None:
     data["kept"] = {"a": [1, 1], "b": [-1], "c": "123", "d": [True], "e": []}
     data["heads"] = {"f": 0, "g": True, "h": 1.5}
     data["folded"] = ["blocks.1.mlp", "blocks.1.mlp"]
+    data["standard"] = {"arch": "deit_tiny_patch16_224"}
     with pytest.raises(PlanError) as caught:
         Plan.from_json(json.dumps(data))
-    named = [f"removed.blocks.{i}.attn" for i in (0, 1)] + ["appended.blocks.0", "named twice"]
+    named = [f"removed.blocks.{i}.attn" for i in (0, 1)] + ["appended.blocks.0", "named twice", "standard: "]
     named += [f"kept.{name}" for name in "abcde"] + [f"heads.{name}" for name in "fgh"]
     assert [name for name in named if name not in caught.value.message] == []
 

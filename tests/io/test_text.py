@@ -2,6 +2,7 @@
 
 from vitcompress.io.text import (
     Table,
+    describe_differences,
     describe_ratio,
     format_count,
     format_interval,
@@ -63,3 +64,11 @@ def test_a_table_is_built_from_records_with_format_strings_and_functions() -> No
         "scores", {"layer": "{site}", "top-1": lambda row: f"{row['top1']:.1f} %"}, [{"site": 3, "top1": 50}]
     )
     assert table == Table("scores", ("layer", "top-1"), (("3", "50.0 %"),))
+
+
+def test_the_first_differences_of_two_tables_are_described() -> None:
+    assert describe_differences({"a": {"b": [1, 2]}, "c": 3}, {"a": {"b": [1, 4]}, "c": 3}) == [
+        "a.b.1 is 2 there, 4 here"
+    ]
+    described = describe_differences({}, dict.fromkeys("abcde", 1))
+    assert described[2:] == ["c is not set there, 1 here", "2 more"]

@@ -99,7 +99,7 @@ def test_image_folder_numbers_classes_in_natural_order(tmp_path: Path) -> None:
     splits = open_data(DataOptions("imagefolder", str(root), heldout=0.25), seed=0)
     assert splits.classes == ("c2", "c10")
     assert np.bincount(splits.train.labels).tolist() == [4, 3] and np.bincount(splits.heldout.labels).tolist() == [2, 1]
-    assert np.bincount(splits.test.labels).tolist() == [1, 2]
+    assert splits.test.labels.tolist() == [0, 1, 1]
     assert splits.test[0][0].size == (6, 5)
 
 
