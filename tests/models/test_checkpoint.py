@@ -250,6 +250,14 @@ def test_heads_that_narrow_and_then_merge_to_the_width_of_timms_are_saved(tmp_pa
     assert_moved(logits(twice, x), logits(once, x))
 
 
+@pytest.mark.parametrize("names", [{"tag": "of_another_timm"}, {"architecture": "of_another_timm"}])
+def test_a_model_whose_name_timm_does_not_have_is_rejected(names: dict[str, str]) -> None:
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
+    model.pretrained_cfg |= names
+    with pytest.raises(InputError, match=r"the arguments of this .* are unknown: .*of_another_timm"):
+        plan_of(model)
+
+
 def test_a_model_that_was_edited_in_place_has_no_plan() -> None:
     model = create_model(contract("plain").arch, contract("plain").arch_args)
     assert plan_of(model) == contract("plain").plan == model.plan

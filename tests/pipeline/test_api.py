@@ -534,6 +534,7 @@ def test_data_of_another_form_is_rejected(tmp_path: Path) -> None:
     file = vc.export(model(), tmp_path / "model.onnx")
     for data, text in (
         ([{"image": images, "label": labels}], "not (image, class) pairs"),
+        ([()], "not (image, class) pairs"),
         (Loader({"image": images, "label": labels}), "a batch is dict instead of two tensors"),
         ([(images.numpy(), labels.numpy())], "a batch has ndarray, ndarray instead of two tensors"),
         (Loader(images[0, 0, 0, 0].item()), "a batch is float instead of two tensors"),

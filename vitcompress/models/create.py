@@ -160,13 +160,13 @@ def plan_of(model: nn.Module) -> Plan:
     if not (arch := cfg.get("architecture")):
         raise InputError(f"this {type(model).__name__} was not created by timm", hint=hint)
     try:
-        name = arch if cfg.get("tag") == timm.get_pretrained_cfg(arch).tag else f"{arch}.{cfg.get('tag')}"
+        name = arch if cfg.get("tag") == timm.get_pretrained_cfg(arch, False).tag else f"{arch}.{cfg.get('tag')}"
         default, args = timm.get_pretrained_cfg(name).to_dict(), timm.models.get_model_args(model)
         overlay = {key: cfg[key] for key in ("input_size", *NAMES) if cfg.get(key) != default.get(key)}
         plan = Plan(name, args | ({OVERLAY: overlay} if overlay else {}))
         built = build_on_meta(plan.arch, plan.arch_args)
-    except InputError as error:
-        raise InputError(f"the arguments of this {arch} are unknown: {error.message}", hint=hint) from None
+    except (InputError, RuntimeError) as error:  # RuntimeError: of an architecture or a tag that timm lacks
+        raise InputError(f"the arguments of this {arch} are unknown: {error}", hint=hint) from None
     if (changed := find_difference(model, built)) and find_difference(model, prepare_model(built)):
         raise InputError(f"this {arch} is not as timm builds it with {plan.arch_args}: {changed} differs", hint=hint)
     return plan

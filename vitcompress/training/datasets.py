@@ -150,7 +150,7 @@ def is_map_style(data: Any, name: str = "the data set") -> bool:
     if not len(data):
         raise DataError(f"{name} is empty", hint="at least one image is needed")
     first = data[0]
-    return not (isinstance(first, tuple | list) and getattr(first[0], "ndim", 0) == 4)
+    return not (isinstance(first, tuple | list) and getattr(next(iter(first), None), "ndim", 0) == 4)
 
 
 def check_labels(labels: Any, classes: int) -> None:
