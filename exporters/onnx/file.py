@@ -174,10 +174,10 @@ def graph_facts(path: Path) -> Facts:
     """Facts about the graph of `path`. Raises ArtifactError like `read_onnx`."""
     read_onnx(path)
     nodes = list(onnx_ir.load(path).graph)
-    operands = (node.inputs[1] for node in nodes if node.op_type in PRODUCTS and node.inputs[1])
+    operands = (value for node in nodes if node.op_type in PRODUCTS for value in node.inputs[1:2] if value)
     weights = (_source(value).const_value for value in operands)
     factors = [(node, value) for node in nodes if node.op_type in ("Mul", *PRODUCTS) for value in node.inputs[:2]]
-    empty_pads = [node for node in nodes if node.op_type == "Pad" and is_zero(node.inputs[1])]
+    empty_pads = [node for node in nodes if node.op_type == "Pad" and any(map(is_zero, node.inputs[1:2]))]
     return Facts(
         operators=dict(Counter(node.op_type for node in nodes)),
         layers=Counter(_layer_name(node) for node in nodes if node.op_type in SETTINGS),

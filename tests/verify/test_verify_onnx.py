@@ -76,6 +76,10 @@ def other_operator(old: str) -> Callable[[Any], None]:
     return change
 
 
+def without_weight(graph: Any) -> None:
+    del next(node for node in graph.node if node.op_type in ("MatMul", "Gemm")).input[1:]
+
+
 def tanh_form(graph: Any) -> None:
     gelu = next(node for node in graph.node if node.op_type == "Gelu")
     del gelu.attribute[:]
@@ -139,6 +143,8 @@ def test_a_file_that_is_not_well_formed_or_was_replaced(exported: Path, tmp_path
         graph.output[0].type.tensor_type.shape.dim[1].dim_value = 7
 
     assert set(wrong(structure_checks(edited(exported, tmp_path, of_another_size), None))) == {"checker", "file"}
+    # The graph of such a file is not read any further.
+    assert set(wrong(structure_checks(edited(exported, tmp_path, without_weight), ORIGINAL))) == {"checker", "file"}
     sidecar = exported.with_name("model.onnx.json")
     (tmp_path / sidecar.name).write_bytes(sidecar.read_bytes())
     (tmp_path / exported.name).write_bytes(exported.read_bytes())
@@ -146,6 +152,14 @@ def test_a_file_that_is_not_well_formed_or_was_replaced(exported: Path, tmp_path
     assert set(wrong(structure_checks(edited(exported, tmp_path, passed_on), None))) == {"file"}
     (tmp_path / exported.name).write_bytes(b"nothing of the kind")
     assert set(wrong(structure_checks(tmp_path / exported.name, ORIGINAL))) == {"checker", "file"}
+
+
+def test_a_graph_of_an_earlier_opset_is_read(tmp_path: Path) -> None:
+    """Up to opset 10 the widths of a Pad are an attribute."""
+    x, y = (helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1, 2]) for name in "xy")
+    graph = helper.make_graph([helper.make_node("Pad", ["x"], ["y"], pads=[0, 0, 0, 0])], "old", [x], [y])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 10)]), tmp_path / "model.onnx")
+    assert {"shapes", "layers"} == set(wrong(graph_checks(MODEL, tmp_path / "model.onnx", "onnx")))
 
 
 def test_a_file_of_another_plan_fails(exported: Path) -> None:
