@@ -163,11 +163,12 @@ def _evaluate(
     loader = EvalLoader(images, runner.input, max(options.batch, least), runtime)
     accuracy, mask, _ = evaluate_images(runner.predict, loader, runtime)
     progress.note(f"{accuracy.correct} of {accuracy.total} correct")
+    settings = {key: known[key] for key in ("runtime", "device", "precision", "compile", "cuda_graph", "transfers")}
     row = {
         **{key: known[key] for key in ("artifact", "runtime", "device", "precision", "threads", "sha256")},
         **accuracy.to_dict(),
         "input": runner.input.to_dict(),
-        "speed": find_speed(benches, known["sha256"], {key: known[key] for key in ("runtime", "device", "precision")}),
+        "speed": find_speed(benches, known["sha256"], settings),
         "mistakes": np.flatnonzero(~mask).tolist(),
     }
     return cast(EvaluationRow, row), mask

@@ -11,7 +11,7 @@ from vitcompress.io import text
 from vitcompress.io.files import read_json
 from vitcompress.io.text import Columns, Table, escape_markdown, shorten_names
 
-SETTINGS = ("runtime", "device", "precision", "threads", "input_type", "compile", "cuda_graph")
+SETTINGS = ("runtime", "device", "precision", "threads", "input_type", "compile", "cuda_graph", "transfers")
 SPEED_KEYS = records.SpeedRecord.__annotations__.keys()
 
 

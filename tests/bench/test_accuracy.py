@@ -158,9 +158,9 @@ def test_rows_hold_the_speed_of_the_same_bytes_run_in_the_same_way(tmp_path: Pat
     assert rows == printed and rows[1]["speed"] is None  # torch was not measured
     assert rows[0]["sha256"] == expected["sha256"] == file_sha256(run / "model.onnx")
     assert {key: expected[key] for key in rows[0]["speed"]} == rows[0]["speed"] and rows[0]["speed"]["batch"] == 2
-    measured["rows"][1]["precision"] = measured["rows"][0]["precision"] = "bf16"
-    write_json(run / "bench.json", [measured])
-    assert accuracy.run(artifacts, options)["rows"][0]["speed"] is None
+    for other in ({"precision": "bf16"}, {"compile": True}, {"transfers": True}):
+        write_json(run / "bench.json", [{**measured, "rows": [{**row, **other} for row in measured["rows"]]}])
+        assert accuracy.run(artifacts, options)["rows"][0]["speed"] is None
 
 
 def test_a_file_of_that_name_outside_a_run_is_not_read(tmp_path: Path) -> None:

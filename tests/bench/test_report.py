@@ -342,6 +342,9 @@ def test_the_summary_has_one_speed_of_each_setting(measured: tuple[Path, dict[st
         speeds = [row for row in rows if row[0].startswith(("latency", "throughput", "speed-up"))]
         assert len(speeds) == len({row[0] for row in speeds}) == 3
         assert speeds[-1][-1].startswith(shown)
+    copied = {**quiet, "rows": [{**row, "transfers": True} for row in quiet["rows"]]}
+    names = [row[0] for row in run.summary_table({**measured[1], "bench": [copied, quiet]}).rows]
+    assert sum(name.startswith("speed-up") for name in names) == 2 and sum(" +transfers" in name for name in names) == 3
 
 
 def test_the_summary_states_threads_if_they_differ(measured: tuple[Path, dict[str, Any]]) -> None:
