@@ -5,7 +5,6 @@ by `--islands`: `norm` (all LayerNorms), `softmax` (all attention cores), `head`
 path of a module, or `PATH.softmax` for the core of one attention. Their weights stay in fp32.
 
 An attention core is q k^T, softmax, and the product with v, in fp32 as a whole, which is the form that TensorRT fuses.
-In attentions that compute their scores themselves (Swin), only the softmax is in fp32.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -172,11 +171,13 @@ class WideSoftmax(nn.Module):
 
 
 class _WideCores(TorchFunctionMode):
-    SOFTMAX = frozenset({Tensor.softmax, torch.softmax, F.softmax})
+    PRODUCTS = frozenset({Tensor.matmul, Tensor.__matmul__, torch.matmul})  # of attentions without a fused core (Swin)
+    CORES = PRODUCTS | {F.scaled_dot_product_attention, Tensor.softmax, torch.softmax, F.softmax}
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention or func in self.SOFTMAX:
-            wide = {key: _to_fp32(value) for key, value in kwargs.items()}
-            return func(*map(_to_fp32, args), **wide).to(args[0].dtype)
-        return func(*args, **kwargs)
+        if func not in self.CORES:
+            return func(*args, **(kwargs or {}))
+        wide = func(*map(_to_fp32, args), **{key: _to_fp32(value) for key, value in (kwargs or {}).items()})
+        if func not in self.PRODUCTS:
+            return wide.to(args[0].dtype)
+        return wide if args[0].dtype == args[1].dtype else wide.to(args[1].dtype)  # scores stay in fp32

@@ -106,9 +106,24 @@ def test_a_weight_that_is_too_large_overflows_by_itself() -> None:
     assert ranges.outputs["head"] < ranges.inside["head"] == pytest.approx(1e5)
     assert required_layers(model, ranges) == ("head",)
     check_fp16(model, X, ("head",))
-    with pytest.raises(PrecisionError, match="head reaches 100000 ") as caught:
+    with pytest.raises(PrecisionError, match=r"head reaches 100000 .*\(1 such layer\)") as caught:
         check_fp16(model, X, offer_islands=False)
     assert "--islands" not in str(caught.value.hint)
+
+
+def test_scores_that_an_attention_computes_itself_fit_into_fp32() -> None:
+    """Attentions of Swin have no fused core."""
+    model, x = build("swin", dtype=torch.float32), images("swin", dtype=torch.float32)
+    with torch.no_grad():
+        qkv = model.get_submodule("layers.0.blocks.0.attn.qkv")
+        for parameter in (qkv.weight, qkv.bias):
+            parameter[: 2 * len(parameter) // 3] *= 300
+        required = required_layers(model, scan_ranges(model, x))
+        assert required == ("layers.0.blocks.0.attn.softmax",)
+        assert not convert_precision(model, "fp16")(x).isfinite().all()
+        deployed, expected = convert_precision(model, "fp16", required)(x), model(x)
+    # Half precision rounds by 2**-11 each time, some sixty times from the images to the logits of three blocks.
+    torch.testing.assert_close(deployed, expected, rtol=0, atol=60 * 2.0**-11 * float(expected.abs().max()))
 
 
 def test_a_classifier_in_fp32_may_return_large_logits() -> None:
