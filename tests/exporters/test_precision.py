@@ -6,6 +6,7 @@ from copy import deepcopy
 import pytest
 import torch
 from contracts import build, images
+from pruned_models import pruned
 from too_large import large_ffn
 from torch import Tensor, nn
 
@@ -42,6 +43,13 @@ def test_layer_names_are_in_the_order_of_the_model() -> None:
         "head",
     )
     assert expand_layers(plain(), ("norm",))[:2] == ("blocks.0.norm1", "blocks.0.norm2")
+
+
+def test_a_folded_ffn_is_one() -> None:
+    dense, model, plan = pruned("plain")
+    assert plan.folded == ("blocks.1.mlp",)
+    for one in (dense, model):
+        assert expand_layers(one, ("ffn",)) == ("blocks.0.mlp", "blocks.1.mlp")
 
 
 def test_a_pool_has_an_attention_and_an_ffn() -> None:
