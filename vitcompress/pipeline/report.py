@@ -73,7 +73,6 @@ def write_report(job: Job) -> None:
     files, plan, recipe = job.files, read_plan(job.files.plan), job.recipe
     models = {"dense": job.blank, "compressed": surgery.apply_to_copy(job.blank, plan)}
     searched = not job.options.structure_only
-    stages = ("before_recovery", "recovery", "folding")
     report = {
         "recipe": recipe.name,
         "summary": recipe.summary,
@@ -91,7 +90,7 @@ def write_report(job: Job) -> None:
         "widths": vars(widths) if (widths := structure.width_table(plan)) else None,
         "cost": {name: count_cost(model, job.input.size).to_dict() for name, model in models.items()},
         "extra_epochs": job.extra_epochs,
-        **{stage: _read(getattr(files, stage)) for stage in stages},
+        **{stage: _read(getattr(files, stage)) for stage in ("before_recovery", "recovery", "folding")},
         "searched": describe_measured_models(recipe) if searched else None,
         "layers": describe_choice(recipe, searched=searched),
         "teacher": recipe.finetune.teacher if searched else None,

@@ -120,7 +120,7 @@ def file_label(path: Path) -> str:
         return path.name
     if Path(path.stem).suffix in ENGINES:
         return f"{path.stem}.source"
-    return {"model": "onnx", "dense": "onnx.dense"}.get(path.stem, f"onnx.{path.stem}")
+    return "onnx" if path.stem == "model" else f"onnx.{path.stem}"
 
 
 def is_about(path: Path, name: str) -> bool:

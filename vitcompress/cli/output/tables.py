@@ -206,8 +206,7 @@ def print_accuracy(evaluation: Evaluation) -> None:
 def print_doctor(facts: Mapping[str, Any]) -> None:
     """What this machine can do per target; below, what is missing and how to install it."""
     machine = facts["machine"]
-    sets: Mapping[str, bool] | None = machine["instruction_sets"]
-    known = ", ".join(f"{name} {'yes' if has else 'no'}" for name, has in (sets or {}).items())
+    known = ", ".join(f"{name} {'yes' if has else 'no'}" for name, has in (machine["instruction_sets"] or {}).items())
     print_text("{system}, Python {python}\n{cpu}, {cores} cores, {memory_gib} GiB of memory".format_map(machine))
     print_text(f"instruction sets: {known or 'unknown, this system does not list them (no /proc/cpuinfo)'}")
     print_text(f"fast with them: {', '.join(name for name, slow in facts['precisions'].items() if not slow)}")
