@@ -1,12 +1,14 @@
 """A whole recipe: the files that it writes, and that nothing is done twice."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 import whole_runs as world
+from torch import nn
 from whole_runs import LOGITS, SMALL, digits, logits, onnx_logits, tree
 
 from vitcompress.io.files import read_json
@@ -19,6 +21,7 @@ from vitcompress.plan import Plan
 from vitcompress.training.data import open_data
 from vitcompress.training.metrics import random_images
 from vitcompress.training.options import DataOptions
+from vitcompress.verify.outputs import Original
 
 # Keys of report.json, as bench/report.py explains them.
 KEYS = {"recipe", "summary", "model", "plan", "plan_sha256", "cost", "accuracy", "before_recovery", "bench", "files"}
@@ -144,7 +147,11 @@ def test_recipes_that_train_the_same_dense_model_share_it(home: Path, finished: 
     assert result.report["files"] == {} and [e["rows"][0]["runtime"] for e in result.report["bench"]] == ["torch"]
 
 
-def test_commands_quote_the_name_of_the_folder() -> None:
-    checks = [{"name": "agreement", "command": "vitcompress verify DIR"}]
-    result = RunResult(Path("my runs"), cast(Any, {"verify": {"checks": checks}}))
-    assert [check["command"] for check in result.pending] == ["vitcompress verify 'my runs'"]
+@pytest.mark.parametrize("name", ["runs", "my runs", "it's mine"])
+def test_commands_quote_the_name_of_the_folder(name: str, tmp_path: Path) -> None:
+    """Once, also after the folder was moved."""
+    before, after = tmp_path / name, tmp_path / "the other"
+    command = Original(nn.Identity(), torch.zeros(1)).not_run("agreement", before / "model.engine", "").to_dict(before)
+    assert command["command"] == "vitcompress verify DIR"
+    result = RunResult(after, cast(Any, {"verify": {"checks": [command]}}))
+    assert [shlex.split(check["command"] or "") for check in result.pending] == [["vitcompress", "verify", str(after)]]

@@ -1,6 +1,7 @@
 """A loaded model is the one that was saved, and the plain timm model that its plan names."""
 
 import json
+import shlex
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -140,3 +141,10 @@ def test_only_a_folder_that_was_verified_before_may_be_read_only(folder: Path) -
     verification = verify_folder(folder, X)
     assert verification.passed
     assert json.loads(files.verification.read_text()) == json.loads(json.dumps(verification.to_dict(folder)))
+
+
+def test_the_command_for_a_missing_export_quotes_the_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "my run"
+    write_model(folder, build("plain", dtype=torch.float32), contract("plain").plan)
+    (check,) = (check for check in verify_folder(folder).checks if check.name == "onnx")
+    assert shlex.split(check.command or "") == ["vitcompress", "export", str(folder), "--format", "onnx"]

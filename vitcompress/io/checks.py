@@ -1,6 +1,7 @@
 """Verification checks and their results, as stored in verify.json."""
 
 import math
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,7 +33,8 @@ class Check:
         """folder: an absolute one is called DIR in the texts, as in files that leave this machine."""
         data = {**asdict(self), "passed": self.verdict == "passed"}
         if folder is not None and folder.is_absolute():
-            data |= {key: data[key] and data[key].replace(str(folder), "DIR") for key in ("detail", "command")}
+            for name in (shlex.quote(str(folder)), str(folder)):
+                data |= {key: data[key] and data[key].replace(name, "DIR") for key in ("detail", "command")}
         for key in ("value", "tolerance"):
             if data[key] is not None and not math.isfinite(data[key]):  # JSON has no NaN and no infinity
                 data |= {key: None, "detail": f"{data['detail']} ({key}: {data[key]})".strip()}

@@ -1,6 +1,7 @@
 """Verify a run folder: first the model, then every exported file. Tolerances are derived in `tolerance`."""
 
 import math
+import shlex
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -112,7 +113,7 @@ def _missing_exports(files: RunFolder) -> Iterator[Check]:
         if not (files.path / name).is_file():
             yield Check(f"export.{name}", "failed", detail=reason)
     if not files.exported("model", ".onnx").is_file():
-        command = f"vitcompress export {files.path} --format onnx"
+        command = f"vitcompress export {shlex.quote(str(files.path))} --format onnx"
         yield Check("onnx", "not_run", detail="no ONNX file was exported", command=command)
 
 
@@ -159,9 +160,7 @@ def _dense_checks(
     """Check the folder of the dense model, and compare the files of that model with it, where the folder is present."""
     changed = [replace(c, name=f"dense.{c.name}") for c in manifest_checks(dense) if c.verdict == "failed"]
     yield from changed
-    if changed:
-        return
-    paths = exported_files(files.path, DENSE)
+    paths = [] if changed else exported_files(files.path, DENSE)
     if paths and dense.plan.is_file():
         model, plan = load_model(dense.path), read_plan(dense.plan)
         original = PlannedOriginal(model, images, real, plan=plan, classes=run_classes(files, model))
