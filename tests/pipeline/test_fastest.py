@@ -72,6 +72,24 @@ def test_the_name_of_the_file_selects_its_format(folder: Path) -> None:
     assert done["code"] == 0 and {row["format"] for row in done["candidates"]} == {"openvino"}
 
 
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--out", "served.foo"], "served.foo cannot be a file of the format onnx"),
+        (["--format", "openvino", "--out", "served.onnx"], "served.onnx cannot be a file of the format openvino"),
+        (["--out", "run/dense.onnx"], "dense.onnx has the name of a file of the dense model"),
+        (["--out", "run/model.onnx", "--dense"], "model.onnx has the name of a file of the compressed model"),
+    ],
+)
+def test_a_wrong_name_is_rejected_before_anything_is_measured(
+    options: list[str], problem: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder.parent)
+    done = CliRunner().invoke(main, ["export", "run", "--precision", "fastest", *options])
+    assert done.exit_code == 2 and problem in " ".join(done.stderr.replace("│", " ").split())
+    assert "Measure" not in done.stderr and "Export" not in done.stderr
+
+
 def test_a_format_that_does_not_run_here_is_rejected_at_once(folder: Path) -> None:
     if (reason := EXPORTERS["trt-rtx"].cannot_run()) is None:
         pytest.skip("it runs")
@@ -113,6 +131,8 @@ def test_the_fastest_that_passes_is_chosen(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(fastest, "open_runner", lambda path: SimpleNamespace(close=lambda: None))
     monkeypatch.setattr(fastest.suite, "run", run)
     monkeypatch.setattr(fastest, "verify_export", verify)
-    best, candidates = fastest.choose_fastest(tmp_path, ("onnx",), ExportOptions(), dense=False, progress=Progress())
+    best, candidates = fastest.choose_fastest(
+        tmp_path, "onnx", ExportOptions(), out=None, dense=False, progress=Progress()
+    )
     assert checked == ["int8", "bf16"] and (best.precision, best.ms) == ("bf16", 2.0)
     assert [candidate.result for candidate in candidates] == ["wrong", "chosen", "slower, not checked"]

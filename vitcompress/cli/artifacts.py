@@ -75,22 +75,19 @@ def export(
     with show_progress() as progress:
         from vitcompress.cli.output import tables
         from vitcompress.exporters.options import ExportOptions
-        from vitcompress.exporters.runtimes import EXPORTERS
         from vitcompress.io.files import lock_file
         from vitcompress.io.manifest import record_changes
         from vitcompress.io.run_folder import RunFolder
         from vitcompress.io.validation import options_of
         from vitcompress.pipeline.export_folder import export_folder, sign_artifact, verify_export
-        from vitcompress.pipeline.fastest import FASTEST, FORMATS, choose_fastest, options_for
+        from vitcompress.pipeline.fastest import FASTEST, choose_fastest, options_for
         from vitcompress.pipeline.report import refresh_reports
 
         key, fastest = options.pop("sign"), options["precision"] == FASTEST
         stated = {name: value for name, value in options.items() if value not in (None, (), FASTEST)}
         settings, candidates = options_of(ExportOptions, stated, "export"), list[Any]()
         if fastest:
-            fitting = tuple(name for name in FORMATS if not out or EXPORTERS[name].file_suffix == out.suffix)
-            formats = (form,) if form else fitting or FORMATS
-            best, candidates = choose_fastest(folder, formats, settings, dense=dense, progress=progress)
+            best, candidates = choose_fastest(folder, form, settings, out=out, dense=dense, progress=progress)
             form, settings = best.format, options_for(settings, best)
         with lock_file(RunFolder(folder).plan, lambda: progress.note("waiting for another export of this folder")):
             done = export_folder(folder, form or "onnx", options=settings, out=out, dense=dense, progress=progress)

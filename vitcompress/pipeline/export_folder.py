@@ -57,7 +57,10 @@ def export_folder(
     labels = (options.label, f"-{options.precision}-{'uint8' if options.uint8 else 'float32'}{targets}")
     paths = [files.exported("dense" if dense else "model", f"{label}{exporter.suffix}") for label in labels]
     path = out or next((path for path in paths if not _describe_other(path, options)), paths[0])
-    _check_name(exporter, folder, path, options, dense)
+    check_name(exporter, folder, path, dense=dense)
+    if other := _describe_other(path, options):
+        message = f"{path} is a file of another precision or input, or for other GPUs ({other})"
+        raise InputError(message, hint="give another --out, or remove the file")
     model, onnx = load_model(source.path), files.exported("model", ".onnx")
     read = files.report, files.verification, files.recorded_outputs, files.unfolded, sidecar_path(onnx)
     check_unchanged(folder, *read)
@@ -85,22 +88,18 @@ def _source(folder: Path, dense: bool) -> RunFolder:
     return files
 
 
-def _check_name(exporter: Exporter, folder: Path, out: Path, options: ExportOptions, dense: bool) -> None:
-    """Raise InputError for the name of a file of another model, format, precision, input or target."""
+def check_name(exporter: Exporter, folder: Path, out: Path, *, dense: bool) -> None:
+    """Raise InputError for the name of a file of another model or format."""
     if out.name.startswith(DENSE) is not dense and out.parent.resolve() == folder.resolve():
         message = f"{out} has the name of a file of the {'compressed' if dense else 'dense'} model"
         hint = f"give another --out; names of files of the dense model, and of no others, begin with {DENSE!r}"
         raise InputError(message, hint=hint)
-    if other := _describe_other(out, options):
-        message = f"{out} is a file of another precision or input, or for other GPUs ({other})"
-        raise InputError(message, hint="give another --out, or remove the file")
     exporter.check_path(out)
 
 
 def _describe_other(path: Path, options: ExportOptions) -> str | None:
     """Precision, input and targets of the file `path`, if they are not those of `options`."""
-    old = usable_sidecar(path) if path.is_file() else None  # a damaged one is replaced
-    if not old:
+    if not path.is_file() or not (old := usable_sidecar(path)):  # a damaged one is replaced
         return None
     kind, targets = old["metadata"].get("input", ""), tuple(old["build"].get("sm", ()))
     same = (old["precision"], "uint8" in kind, options.sm and targets) == (options.precision, options.uint8, options.sm)

@@ -1,7 +1,7 @@
 """Choose the format and precision in which a model is the fastest on this machine."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +17,7 @@ from vitcompress.exporters.runtimes import find_exporter, open_runner
 from vitcompress.io.progress import Progress
 from vitcompress.io.text import format_speedup
 from vitcompress.pipeline.export import QUICK
-from vitcompress.pipeline.export_folder import export_folder, verify_export
+from vitcompress.pipeline.export_folder import check_name, export_folder, verify_export
 
 FASTEST = "fastest"
 FORMATS = ("onnx", "openvino")
@@ -50,12 +50,17 @@ def list_candidates(format: str) -> Iterator[Candidate]:
 
 
 def choose_fastest(
-    folder: Path, formats: Sequence[str], options: ExportOptions, *, dense: bool, progress: Progress
+    folder: Path, form: str | None, options: ExportOptions, *, out: Path | None, dense: bool, progress: Progress
 ) -> tuple[Candidate, list[Candidate]]:
-    """Measure every precision in every format interleaved: the fastest one that passes its checks, and all, by speed.
+    """Measure every precision interleaved: the fastest one that passes its checks, and all, by speed.
 
-    Raises CheckFailedError if none passes, and the first InputError if none can be exported and run.
+    form: the format; None: those of `FORMATS` that `out`, the file to write, may have. Raises CheckFailedError if none
+    passes, and the first InputError if none can be exported and run.
     """
+    formats: tuple[str, ...] = (form,) if form else FORMATS
+    if out:
+        formats = tuple(name for name in formats if find_exporter(name).file_suffix == out.suffix) or formats
+        check_name(find_exporter(formats[0]), folder, out, dense=dense)
     if reason := next(filter(None, (find_exporter(name).cannot_run() for name in formats)), None):
         raise InputError(f"{', '.join(formats)} files cannot be measured here: {reason}", hint="use another --format")
     candidates = list(chain.from_iterable(map(list_candidates, formats)))
