@@ -85,6 +85,7 @@ def test_wrong_arguments_are_reported_and_nothing_is_written(
         (("pruned_layers = 2 }]", 'pruned_layers = 2 }]\nset = ["export.precison=int8"]'), "export.precison"),
         (("pruned_layers = 2 }]", 'pruned_layers = 2 }]\nset = ["quantize.epochs=1"]'), "quantize   has no effect"),
         (("epochs = 2\n", "epochs = 2\nlike = 3\n"), "like"),
+        (("\n[speed]", 'like = "digits"\nspeed = 3\n[other]'), "speed   "),
     ],
 )
 def test_mistakes_in_the_file_are_reported(tiny: Path, tmp_path: Path, change: tuple[str, str], words: str) -> None:
