@@ -2,11 +2,10 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from contracts import CONTRACTS, assert_same, build, contract, logits
+from contracts import CONTRACTS, build, contract, logits
 from contracts import images as pictures
 from method_world import context, images, model
 from torch import Tensor, nn
@@ -14,7 +13,6 @@ from torch.nn import functional
 
 from vitcompress import surgery
 from vitcompress.families import family_of
-from vitcompress.families.vit import shorten_last_block
 from vitcompress.methods.upvit.importance import Component, Importance, components, divergence, estimates
 from vitcompress.methods.upvit.ranking import block_scores, candidates
 from vitcompress.methods.upvit.target import standard_blocks
@@ -63,7 +61,7 @@ def naive(dense: nn.Module, plan: Plan, component: Component, channel: int, x: T
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_scores_are_those_of_models_without_the_channel(variant: str) -> None:
-    """Cached prefixes, rank-one corrections and shortened last blocks change nothing."""
+    """Cached prefixes and rank-one corrections change nothing."""
     dense, x = build(variant), pictures(variant, count=3)
     family, plan = family_of(dense), contract(variant).plan
     importance = Importance(dense, family, images_at_once=8)
@@ -102,16 +100,6 @@ def test_masking_the_residual_stream_is_not_deleting() -> None:
     for hook in hooks:
         hook.remove()
     assert abs(float(divergence(logits(dense, x), zeroed)) - float(deleted)) > 1e-3 * float(deleted)
-
-
-def test_the_shortened_last_block_gives_the_same_answers() -> None:
-    dense, x = build("distilled"), pictures("distilled")
-    ((path, block),) = shorten_last_block(dense, family_of(dense)).items()
-    before = logits(dense, x)
-    surgery.replace_module(dense, path, block)
-    assert_same(logits(dense, x), before)
-    for variant in ("avg_pooled", "swiglu", "inner_norms"):  # all tokens are read; other kinds of FFN and attention
-        assert shorten_last_block(build(variant), family_of(build(variant))) == {}
 
 
 def test_divergence_is_summed_over_images() -> None:
@@ -208,31 +196,23 @@ def test_two_processes_see_all_images(tmp_path: Path) -> None:
 
 
 def test_exact_scores_cost_less_than_half_of_a_pass_per_candidate() -> None:
-    """Blocks evaluated for 12 blocks of DeiT's proportions; an answer block counts as the quarter that it is."""
+    """Blocks evaluated for 12 blocks of DeiT's proportions."""
     row = contract("plain", depth=12, mlp_ratio=4.0)
     dense, x = build("plain", depth=12, mlp_ratio=4.0), pictures("plain", count=2)
     family = family_of(dense)
     importance = Importance(dense, family, images_at_once=64)
-    counted = [0.0]
-
-    def count(share: float) -> Any:
-        def add(module: nn.Module, args: Any, out: Tensor) -> None:
-            counted[0] += share * len(out)
-
-        return add
-
-    blocks = [block.register_forward_hook(count(1.0)) for block in family.blocks(dense).values()]
-    handles = [*blocks, *(b.register_forward_hook(count(0.25)) for b in importance.shortened.values())]
+    counted: list[int] = []
+    blocks = family.blocks(dense).values()
+    handles = [block.register_forward_hook(lambda m, a, out: counted.append(len(out))) for block in blocks]
     own = components(family.spaces(dense))
     for component in own:
         importance.scores(component, Batches.of(x))
     for handle in handles:
         handle.remove()
     each_alone = sum(c.size for c in own) * row.arch_args["depth"] * len(x)
-    # Up to the one plain pass of each component: 11 1/4 blocks for the stream, (11 - k) + 1/4 for an attention, and one
-    # less for an FFN, whose own block is not run.
+    # Besides the one plain pass of each component: all blocks for the stream, those from its own on for an attention,
+    # and those after its own for an FFN.
     width, ffn, d = 16, 64, 12
-    stream, rest = 11.25 * width, [11.25 - k for k in range(d)]
-    expected = 2 * (stream + width * sum(rest) + ffn * sum(max(0.0, r - 1) for r in rest) + d * len(own))
-    assert counted[0] == pytest.approx(expected)
-    assert each_alone / (counted[0] - 2 * d * len(own)) > 2.3
+    rest = [d - k for k in range(d)]
+    assert sum(counted) == 2 * (width * d + width * sum(rest) + ffn * sum(r - 1 for r in rest) + d * len(own))
+    assert each_alone / (sum(counted) - 2 * d * len(own)) > 2

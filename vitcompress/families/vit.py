@@ -1,12 +1,10 @@
 """timm's VisionTransformer: ViT, DeiT (one or two heads), DeiT-III, DINOv2, SigLIP."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
-import torch.nn.functional as F
 from timm.layers import Attention, AttentionPoolLatent, GluMlp, Mlp
 from timm.models.vision_transformer import Block, VisionTransformer
-from torch import Tensor, nn
 
 from vitcompress.families import base
 from vitcompress.families.attention import SlicedAttention, SlicedPool
@@ -75,40 +73,6 @@ class VitFamily(base.Family):
 def _width(model: Any) -> int:
     """Channels of the residual stream."""
     return int(model.patch_embed.proj.out_channels)
-
-
-class FirstTokensBlock(nn.Module):
-    """A last block that computes only the first `tokens` of its output, over the modules of `block`.
-
-    Keys and values still come from all tokens, so the logits of the model are equal up to rounding.
-    """
-
-    def __init__(self, block: Any, tokens: int) -> None:
-        super().__init__()
-        self.block, self.tokens = block, tokens
-
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """x: (batch, all tokens, channels) -> (batch, first tokens, channels)."""
-        block, attn, (batch, tokens, _) = self.block, self.block.attn, x.shape
-        packed = attn.qkv(block.norm1(x)).reshape(batch, tokens, 3, attn.num_heads, -1)
-        q, k, v = packed.permute(2, 0, 3, 1, 4).unbind(0)
-        y = F.scaled_dot_product_attention(q[:, :, : self.tokens], k, v, scale=attn.scale)
-        y = attn.proj(y.transpose(1, 2).reshape(batch, self.tokens, -1))
-        x = x[:, : self.tokens] + block.ls1(y)
-        return cast(Tensor, x + block.ls2(block.mlp(block.norm2(x))))
-
-
-def shorten_last_block(model: nn.Module, family: base.Family) -> dict[str, FirstTokensBlock]:
-    """Path of the last block -> its replacement; empty if the classifier reads all tokens."""
-    blocks = family.blocks(model)
-    if not isinstance(model, VisionTransformer) or model.global_pool != "token" or model.attn_pool or not blocks:
-        return {}
-    path = list(blocks)[-1]
-    block: Any = blocks[path]
-    plain = type(block.attn) is Attention and base.is_empty(block.attn.norm)
-    if type(block) is not Block or not plain or type(block.mlp) is not Mlp:
-        return {}
-    return {path: FirstTokensBlock(block, int(model.num_prefix_tokens))}
 
 
 VIT = VitFamily()

@@ -5,8 +5,8 @@
 UP-ViT (https://arxiv.org/abs/2111.15127). z: logits of the model before the step, at temperature 1. Channels are
 deleted, which differs from setting them to zero at LayerNorms. What a deletion cannot change is computed once:
 everything before the first affected block comes from one plain pass, and a hidden channel of an FFN changes the block's
-output by the product of its activation and its column of the last layer. Of the last block, only the tokens that the
-classifier reads are computed. Logarithms are taken in float64, and rounding below zero is clamped.
+output by the product of its activation and its column of the last layer. Logarithms are taken in float64, and rounding
+below zero is clamped.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from vitcompress.families import Family, Space
 from vitcompress.families.base import scale_parameter
 from vitcompress.families.edited_block import SITE_PARTS, branches_of, has_output_act
-from vitcompress.families.vit import shorten_last_block
 from vitcompress.plan import enclosing_module
 from vitcompress.surgery import replace_module
 from vitcompress.surgery.masks import delete_channels, deleting_modules
@@ -70,15 +69,11 @@ class _Replay(nn.Module):
 
 
 class Importance:
-    """Scores of a model's components on the images of a loader. The model is not changed.
-
-    shortened: path of the last block -> its shortened version, if the classifier reads only some tokens.
-    """
+    """Scores of a model's components on the images of a loader. The model is not changed."""
 
     def __init__(self, model: nn.Module, family: Family, *, images_at_once: int) -> None:
         self.model, self.family, self.images_at_once = model.eval(), family, images_at_once
         self.blocks = list(family.blocks(model))
-        self.shortened = shorten_last_block(model, family)
         self.device = next(model.parameters()).device
 
     @torch.inference_mode()
@@ -144,19 +139,15 @@ class Importance:
         columns = self.model.get_parameter(f"{reader}.weight")[:, channels].T  # (channels, width)
         for scale in (scale for scale, layer in self.family.scales(self.model).items() if layer == reader):
             columns = columns * scale_parameter(self.model, scale)
-        out = outputs[path]
-        if path in self.shortened:
-            tokens = self.shortened[path].tokens
-            out, hidden = out[:, :tokens], hidden[:, :tokens]
         change = hidden[..., channels].movedim(-1, 0).unsqueeze(-1) * columns[:, None, None, :]
-        return self._rest(len(channels), images, (path, (out - change).flatten(0, 1)), repeated=True)
+        return self._rest(len(channels), images, (path, (outputs[path] - change).flatten(0, 1)), repeated=True)
 
     def _rest(self, groups: int, images: Tensor, start: Start, *, repeated: bool = False) -> Tensor:
         """The forward pass after the block `start`, whose output is known, for `groups` copies of the images."""
-        replacements: dict[str, nn.Module] = dict(self.shortened)
+        replacements: dict[str, nn.Module] = {}
         if start is not None:
             path, out = start
-            replacements |= {before: _Replay() for before in self.blocks[: self.blocks.index(path)]}
+            replacements = {before: _Replay() for before in self.blocks[: self.blocks.index(path)]}
             replacements[path] = _Replay(out if repeated else out.repeat(groups, 1, 1))
         with ExitStack() as stack:
             for path, module in replacements.items():
