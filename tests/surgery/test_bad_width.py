@@ -63,6 +63,11 @@ def test_impossible_widths_are_rejected(step: str, words: list[str], mode: str) 
     ("step", "model", "words"),
     [
         ('method = "hetdpt"\npruned_layers = 2', PVT, ["depth-wise 3x3 convolution", "cannot be folded exactly"]),
+        (
+            'method = "hetdpt"\npruned_layers = 2',
+            MODEL.replace(" }", ", scale_mlp_norm = true }"),
+            ["normalize their hidden"],
+        ),
         ('method = "upvit"\ntarget_args = { embed_dim = 8 }', SWIN, ["does not support swin models", "position table"]),
         (
             'method = "upvit"\ntarget_args = { embed_dim = 16, num_heads = 2 }',
@@ -70,7 +75,7 @@ def test_impossible_widths_are_rejected(step: str, words: list[str], mode: str) 
             ["3 heads cannot become 2", "divides 3"],
         ),
     ],
-    ids=["hetdpt on pvt", "upvit on swin", "three heads to two"],
+    ids=["hetdpt on pvt", "hetdpt with norms in FFNs", "upvit on swin", "three heads to two"],
 )
 def test_what_a_family_does_not_allow(step: str, model: str, words: list[str]) -> None:
     message = expect_error("recipe", recipe(step, model), "--structure-only")

@@ -101,6 +101,15 @@ def test_heads_with_positions_of_their_own_are_not_formed_from_others(
         apply_plan(model, plan)
 
 
+@pytest.mark.parametrize("variant", ["inner_norms", "pvt"])
+def test_ffns_that_are_not_linear_cannot_be_folded(variant: str) -> None:
+    model, plan = build(variant), contract(variant).plan
+    ffn = next(site.name for site in family_of(model).sites(model) if site.kind == "ffn")
+    for fields in ({"folded": (ffn,)}, {"removed": {f"{ffn}.act": "identity"}}):
+        with pytest.raises(PlanError, match="has no such"):
+            apply_plan(model, replace(plan, **fields))
+
+
 def test_all_contradictions_are_reported_at_once() -> None:
     plan = replace(
         contract("plain").plan,
