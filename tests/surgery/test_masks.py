@@ -8,6 +8,7 @@ from contracts import (
     assert_moved,
     assert_same,
     build,
+    difference,
     every_variant,
     images,
     kept_channels,
@@ -21,7 +22,9 @@ from torch.nn import functional
 
 from vitcompress.errors import PlanError
 from vitcompress.families import family_of
-from vitcompress.surgery.masks import mask_channels
+from vitcompress.plan import Plan
+from vitcompress.surgery import apply_to_copy
+from vitcompress.surgery.masks import delete_channels, mask_channels
 
 
 def trace(model: nn.Module) -> list:
@@ -93,6 +96,20 @@ def test_channel_masks_work_in_half_precision() -> None:
     gates = {name: gate.float() for name, gate in masks(model, kept_channels(model, {"qk", "v", "residual"})).items()}
     with mask_channels(model, family_of(model), gates):
         assert logits(model, x).dtype == torch.bfloat16
+
+
+def test_squares_of_hidden_channels_may_exceed_half_precision() -> None:
+    """Under autocast, an inner norm reads float16; its own kernel computes in float32."""
+    model, x = build("inner_norms_rotary", dtype=torch.float32), images("inner_norms_rotary", dtype=torch.float32)
+    for layer in (block.mlp.fc1 for block in model.blocks):
+        layer.weight.data *= 40
+    kept = kept_channels(model, {"v", "mlp"})
+    expected = logits(apply_to_copy(model, Plan("any", kept=kept)), x)
+    gates = {name: gate.float() for name, gate in masks(model, kept).items()}
+    family = family_of(model)
+    for masked in (mask_channels(model, family, gates), delete_channels(model, family.spaces(model), gates)):
+        with masked, torch.autocast("cpu", torch.float16):
+            assert difference(logits(model, x), expected) < 2.0**-8
 
 
 @pytest.mark.parametrize(

@@ -92,14 +92,15 @@ def _hook_norm(module: nn.LayerNorm, axis: Axis, mask: Tensor, *, scale: bool) -
     full = _full(mask, axis, len(module.weight))
 
     def normalize(module: nn.LayerNorm, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
-        x, mask = _by_group(args[0], full)
+        # At least float32, as in LayerNorm itself: squares of hidden channels overflow float16.
+        x, mask = _by_group(args[0].to(torch.promote_types(args[0].dtype, torch.float32)), full)
         weights = (mask != 0).to(x.dtype) if scale else mask
         count = weights.sum(-1, keepdim=True)
         centered = x - (x * weights).sum(-1, keepdim=True) / count
         variance = (centered.square() * weights).sum(-1, keepdim=True) / count
         normal = centered * (variance + module.eps).rsqrt() * module.weight
         normal = normal if module.bias is None else normal + module.bias
-        return (normal.to(out.dtype) * mask if scale else normal).reshape(out.shape)
+        return (normal * mask if scale else normal).to(out.dtype).reshape(out.shape)
 
     return module.register_forward_hook(normalize).remove
 
