@@ -54,18 +54,13 @@ def delete_channels(model: nn.Module, spaces: Iterable[Space], masks: Mapping[st
     """
     with ExitStack() as stack:
         for space in spaces:
-            for axis in _deleting_axes(model, space) if space.name in masks else ():
+            for axis in deleting_axes(model, space) if space.name in masks else ():
                 stack.callback(_hook(model, axis, masks[space.name], scale=False))
         yield
 
 
-def deleting_modules(model: nn.Module, space: Space) -> list[nn.Module]:
-    """The modules that `delete_channels` hooks for this space."""
-    return [model.get_submodule(axis.owner) for axis in _deleting_axes(model, space)]
-
-
-def _deleting_axes(model: nn.Module, space: Space) -> list[Axis]:
-    """The LayerNorms and layers that read the space; without readers (q and k), the layers that write it."""
+def deleting_axes(model: nn.Module, space: Space) -> list[Axis]:
+    """Axes whose owners `delete_channels` hooks: LayerNorms and layers that read the space, or write it (q and k)."""
     modules = {axis: model.get_submodule(axis.owner) for axis in space.axes if axis.tensor.endswith(".weight")}
     readers = [axis for axis, module in modules.items() if axis.dim == 1 or isinstance(module, nn.LayerNorm)]
     return readers or [axis for axis, module in modules.items() if isinstance(module, nn.Linear)]

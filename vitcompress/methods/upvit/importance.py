@@ -22,7 +22,7 @@ from vitcompress.families.base import scale_parameter
 from vitcompress.families.edited_block import SITE_PARTS, branches_of, has_output_act
 from vitcompress.plan import enclosing_module
 from vitcompress.surgery import replace_module
-from vitcompress.surgery.masks import delete_channels, deleting_modules
+from vitcompress.surgery.masks import delete_channels, deleting_axes
 from vitcompress.training.loaders import EvalLoader
 from vitcompress.training.metrics import kl_divergence
 
@@ -119,7 +119,8 @@ class Importance:
             for path in self.blocks:
                 block = self.model.get_submodule(path)
                 stack.callback(block.register_forward_hook(lambda m, a, out, path=path: keep(path, out)).remove)
-            for module in (m for space in component.spaces for m in deleting_modules(self.model, space)):
+            for axis in (axis for space in component.spaces for axis in deleting_axes(self.model, space)):
+                module = self.model.get_submodule(axis.owner)
                 before = module.register_forward_pre_hook(lambda m, a: touched.append(next(reversed(outputs), None)))
                 stack.callback(before.remove)
             if reader:
@@ -159,17 +160,12 @@ class Importance:
         """The linear layer that reads an FFN's hidden channels, if it is the last operation of its block."""
         if component.kind != "mlp":
             return None
-        space = component.spaces[0]
-        readers = [axis.owner for axis in space.axes if axis.dim == 1]
-        modules = list(map(self.model.get_submodule, readers))
-        path = enclosing_module(space.name, self.blocks)
-        # With a norm in between, which depends on all channels, the readers are not all that deletion hooks.
-        alone = len(readers) == 1 and deleting_modules(self.model, space) == modules
-        if path is None or not alone or not isinstance(modules[0], nn.Linear):
+        axes, path = deleting_axes(self.model, component.spaces[0]), enclosing_module(component.name, self.blocks)
+        if path is None or len(axes) > 1:  # a norm in between depends on all channels
             return None
         block = self.model.get_submodule(path)
         ends_block = SITE_PARTS["ffn"] in branches_of(block, self.family.wiring)[-1] and not has_output_act(block)
-        return readers[0] if ends_block else None
+        return axes[0].owner if ends_block else None
 
 
 def estimates(
