@@ -336,14 +336,12 @@ def describe_ffn(model: nn.Module, path: str, mlp: Any) -> Described:
     name = f"{path}.mlp"
     if isinstance(mlp, nn.Linear):  # folded
         return [], [input_axis(name), *linear_axes(model, name)]
-    hidden = mlp.fc2.in_features
-    first = [f"{name}.{layer}" for layer in ("fc1", "fc1_g", "fc1_x") if hasattr(mlp, layer)]  # two before `prepare`
-    copies = mlp.fc1.out_features // hidden if hasattr(mlp, "fc1") else 1
-    axes = [axis for layer in first for axis in linear_axes(model, layer, copies=copies)]
+    hidden, first = mlp.fc2.in_features, f"{name}.fc1"
+    axes = linear_axes(model, first, copies=mlp.fc1.out_features // hidden)
     if hasattr(mlp, "dwconv"):
         axes += linear_axes(model, f"{name}.dwconv")
     space = Space(name, "mlp", hidden, (*axes, *norm_axes(model, f"{name}.norm"), input_axis(f"{name}.fc2")))
-    return [space], [*map(input_axis, first), *linear_axes(model, f"{name}.fc2")]
+    return [space], [input_axis(first), *linear_axes(model, f"{name}.fc2")]
 
 
 def describe_pool(model: nn.Module, name: str, pool: Any) -> Described:
