@@ -220,6 +220,15 @@ def test_masked_is_sliced(variant: str, layout: Any) -> None:
     check_masked_is_sliced(model, spaces, live, variant)
 
 
+@pytest.mark.parametrize("variant", ["inner_norms", "inner_norms_rotary"])
+def test_norms_inside_of_branches_allow_no_padding(variant: str) -> None:
+    """They would count zeros as channels, and have no statistics of a branch that lost all of them."""
+    model, options = build(variant), sero.Options(sparsity=0.4, layout="ragged", epochs=2, warmup_epochs=1)
+    with pytest.raises(PlanError, match=r"layout is 'ragged', .* a norm would count them") as error:
+        sero.structure(model, family_of(model), Plan("any"), options)
+    assert "padded" in str(error.value.hint)
+
+
 @pytest.mark.parametrize("what", ["qk head", "v head", "qk all", "v all", "mlp all"])
 def test_masked_is_sliced_where_nothing_lives(what: str) -> None:
     model = build("plain")

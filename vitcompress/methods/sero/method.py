@@ -65,6 +65,10 @@ def structure(model: nn.Module, family: Family, base: Plan, options: Options) ->
     units = layout.unit_spaces(spaces)
     if not units:
         raise PlanError("the model has no q/k, v or FFN channels to remove", hint="run sero before folding everything")
+    readers = (model.get_submodule(axis.owner) for space in units for axis in space.axes)
+    if options.layout == "ragged" and any(isinstance(reader, nn.LayerNorm) for reader in readers):
+        message = "layout is 'ragged', which pads heads with zeros, but a norm would count them as channels"
+        raise PlanError(message, hint="use layout = 'uniform' or 'padded'")
     if options.layout == "tied" and len(units) < len(spaces):
         message = "layout is 'tied', but under a rotary embedding q and k lose channels with their heads only, unlike v"
         raise PlanError(message, hint="use layout = 'padded', which keeps the same attention kernels, or 'uniform'")
