@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from contracts import VARIANTS, assert_composed, build, contract, images
 from hypothesis import given
@@ -42,6 +43,16 @@ def test_the_digest_depends_on_content_alone() -> None:
 def test_arguments_must_be_json() -> None:
     with pytest.raises(PlanError, match="plain data"):
         Plan("deit_tiny_patch16_224", {"norm_layer": object()})
+    with pytest.raises(PlanError, match="plain data"):
+        Plan("deit_tiny_patch16_224", standard={"arch": "deit_tiny_patch16_224", "args": {"depth": np.int64(3)}})
+
+
+def test_numbers_of_numpy_become_those_of_python() -> None:
+    counted, plain = (
+        Plan("any", kept={"blocks.0.v": (kind(0), kind(1))}, heads={"blocks.0.attn": kind(2)})
+        for kind in (np.int64, int)
+    )
+    assert counted == plain and counted.digest == plain.digest
 
 
 def test_all_problems_of_a_file_are_reported_at_once() -> None:

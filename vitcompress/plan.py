@@ -75,14 +75,14 @@ class Plan:
     format: int = FORMAT
 
     def __post_init__(self) -> None:
-        """Convert arguments to what JSON returns (lists, not tuples): a plan equals the plan read from its file."""
+        """Convert arguments to what JSON returns (lists, numbers of Python): a plan equals the plan in its file."""
         try:
-            arguments = json.loads(json.dumps(dict(self.arch_args)))
+            arguments, standard = (json.loads(json.dumps(dict(own))) for own in (self.arch_args, self.standard))
         except (TypeError, ValueError) as error:
-            raise PlanError(f"arch_args must be plain data (JSON): {error}") from None
-        object.__setattr__(self, "arch_args", arguments)
-        object.__setattr__(self, "kept", {space: tuple(map(index, channels)) for space, channels in self.kept.items()})
-        object.__setattr__(self, "standard", json.loads(json.dumps(dict(self.standard))))
+            raise PlanError(f"arch_args and standard must be plain data (JSON): {error}") from None
+        kept = {space: tuple(map(index, channels)) for space, channels in self.kept.items()}
+        heads = {name: index(count) for name, count in self.heads.items()}
+        vars(self).update(arch_args=arguments, kept=kept, heads=heads, standard=standard)
 
     def delta(self, **edits: Any) -> "Plan":
         """A plan for the same dense model with only these edits: `plan.delta(removed={"blocks.1.attn": "drop"})`."""
