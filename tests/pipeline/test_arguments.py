@@ -145,8 +145,11 @@ def test_functions_keep_signature_and_documentation(function: str) -> None:
     shown, own = inspect.signature(public).parameters, inspect.signature(inner).parameters
     assert {name: (p.kind, p.default) for name, p in shown.items()} == {n: (p.kind, p.default) for n, p in own.items()}
     assert public.__doc__ == inner.__doc__ and "Validator" not in str(inspect.signature(public))
-    with pytest.raises(TypeError, match="missing a required argument"):
+    about = rf"^{function}: {{}}; help\(vitcompress\.{function}\) describes its arguments$"
+    with pytest.raises(TypeError, match=about.format("missing a required argument: .*")):
         public()
+    with pytest.raises(TypeError, match=about.format("too many positional arguments")):
+        public(*[None] * (len(shown) + 1))
 
 
 @pytest.mark.parametrize(("options", "name"), [(ExportOptions, "timing_cache"), (RunnerOptions, "engine_cache")])

@@ -108,9 +108,11 @@ def validate_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
         try:
+            bound = signature.bind(*args, **kwargs)
             values = vars(table.model_validate(bound.arguments))
+        except TypeError as error:  # of a call with too many or too few arguments
+            raise TypeError(f"{name}: {error}; help(vitcompress.{name}) describes its arguments") from None
         except ValidationError as error:
             problems = describe_errors(error, table, bound.arguments, "")
             message = "\n  ".join([f"the arguments of {name} are invalid:", *problems])
