@@ -1,5 +1,6 @@
 """The contracts of every method of `METHODS`."""
 
+import re
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -168,6 +169,12 @@ def test_a_method_is_known_by_name_or_passed_as_an_object() -> None:
     with pytest.raises(InputError, match="no method 'isomorfic', did you mean isomorphic") as caught:
         find_method("isomorfic")
     assert "hetdpt, nose" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("options", [dict, None])
+def test_the_options_of_a_method_are_a_dataclass(options: Any) -> None:
+    with pytest.raises(InputError, match=rf"options of method own .* got {re.escape(repr(options))}, expected"):
+        Method("own", "of a user", options, ablations.FIXED.plan, ablations.FIXED.structure)
 
 
 PRUNER = "from vitcompress.methods.ablations import FIXED as METHOD\nOTHER = 1\n"

@@ -367,3 +367,8 @@ class Method:
     report: Callable[[Path], StepReport] = lambda folder: StepReport()
     dilute: Callable[[Any, int], Callable[[int], float]] | None = None
     resize: Callable[[Any, nn.Module, Family, float], Any] = lambda options, model, family, strength: options
+
+    def __post_init__(self) -> None:
+        if not is_dataclass(self.options):
+            message = f"the options of method {self.name} cannot be used: got {self.options!r}, expected a dataclass"
+            raise InputError(message, hint="see help(vitcompress.Method)")
