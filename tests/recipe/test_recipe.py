@@ -213,6 +213,10 @@ def test_set_without_a_value_removes_a_key(file: Path) -> None:
     assert load_recipe(str(file), ["finetune.epochs=", "finetune.epochs=7"]).finetune.epochs == 7
 
 
+def test_to_remove_a_key_of_a_missing_table_changes_nothing() -> None:
+    assert load_recipe("deit_b_hetdpt", ["dense.lr=", "dense.augmentation.no_aug="]) == load_recipe("deit_b_hetdpt")
+
+
 @pytest.mark.parametrize(
     ("assignment", "sentence"),
     [

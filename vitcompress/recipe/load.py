@@ -100,8 +100,6 @@ def read_table(what: str, source: str) -> tuple[str, dict[str, Any]]:
     names = list_names()
     if source in names or not (path.suffix == ".toml" or path.exists()):
         name, text = source, read(source)
-    elif path.is_dir():
-        raise InputError(f"{source} is a folder, not a file", hint=f"write the name of a {what}, or of a .toml file")
     else:
         try:
             name, text = path.stem, read_text(path)
@@ -201,8 +199,10 @@ def assign(data: dict[str, object], assignment: str) -> str | None:
                 return f"--set {shown}   a list of {len(target)}: write its number, as in step.0.method"
         elif not isinstance(target, dict) or isinstance(part, int):
             return f"--set {shown}   there is no such place in the recipe"
+        elif value is REMOVED and part not in target:
+            return None
         if last and value is REMOVED:
-            target.pop(part, None)
+            del target[part]
         elif last:
             target[part] = value
         else:
