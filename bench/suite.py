@@ -47,7 +47,7 @@ class BenchOptions(ProtocolTable):
     def protocols(self) -> list[timing.Protocol]:
         """One protocol per batch size."""
         batches = self.batch if isinstance(self.batch, tuple) else (self.batch,)
-        return [timing.protocol(self.protocol, **{**self.changes, "batch": batch}) for batch in batches]
+        return [timing.protocol(self.protocol, batch=size, warmup=self.warmup, runs=self.runs) for size in batches]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from vitcompress.bench import timing
+from vitcompress.bench import suite
 from vitcompress.errors import InputError
 from vitcompress.io.hardware import check_device
 from vitcompress.io.progress import SILENT
@@ -146,7 +146,7 @@ def list_work(job: Job) -> Iterator[Work]:
     yield from map(Work, (*(f"export {name}" for name in recipe.export.formats), "verify"))
     if trains:
         yield Work("evaluate on the test images", images=test)
-    protocol = timing.protocol(recipe.bench.protocol, **recipe.bench.changes)
+    (protocol,) = suite.BenchOptions(recipe.bench.protocol, recipe.bench.batch).protocols()
     if recipe.bench.runtimes != ():
         yield Work(f"measure ({protocol.name}, batch {protocol.batch})")
     yield Work("report")

@@ -69,11 +69,6 @@ class ProtocolTable:
     warmup: Annotated[int | None, Ge(0), Le(2**20), Doc("calls before measuring; None: the protocol's value")] = None
     runs: Annotated[Positive | None, Doc("measured calls; None: the protocol's value")] = None
 
-    @property
-    def changes(self) -> dict[str, int | None]:
-        """The settings of the protocol that can be changed; None: the protocol's value."""
-        return {"batch": self.batch, "warmup": self.warmup, "runs": self.runs}
-
 
 @dataclass(frozen=True)
 class BenchTable(ProtocolTable):
