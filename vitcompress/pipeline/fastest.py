@@ -52,7 +52,7 @@ def list_candidates(format: str) -> Iterator[Candidate]:
 def choose_fastest(
     folder: Path, form: str | None, options: ExportOptions, *, out: Path | None, dense: bool, progress: Progress
 ) -> tuple[Candidate, list[Candidate]]:
-    """Measure every precision interleaved: the fastest one that passes its checks, and all, by speed.
+    """Measure `PRECISIONS` interleaved: the fastest one that passes its checks, and all, by speed.
 
     form: the format; None: those of `FORMATS` that `out`, the file to write, may have. Raises CheckFailedError if none
     passes, and the first InputError if none can be exported and run.
