@@ -157,3 +157,11 @@ def test_a_recipe_is_no_study_and_a_study_no_recipe(tiny: Path, monkeypatch: pyt
         error = json.loads(done.stdout)
         assert (done.exit_code, error["error"]) == (2, f"{source} is a {other}, not a {command}")
         assert error["hint"] == f"`vitcompress {other} {source}` runs it"
+
+
+@pytest.mark.parametrize("change", ["model.args.depth=3", "dense.lr=1e-3", " data.source=tinted"])
+def test_a_row_cannot_change_the_dense_model_of_all_rows(change: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(TINY + f"set = [{change!r}]\n")
+    with pytest.raises(RecipeError, match=r"row random_2\.set   changes model, data or dense, which all rows share"):
+        load_study(str(path))

@@ -172,6 +172,8 @@ def _contradictions(tables: _Tables) -> Iterator[str]:
     places = ["base.finetune.epochs"] if isinstance(finetune, dict) and "epochs" in finetune else []
     places += [f"row {row.name}.set" for row in tables.row if "finetune.epochs" in " ".join(row.set)]
     yield from (f"{place}   follows from the study's total: set epochs instead" for place in places)
+    other = (row.name for row in tables.row if any(s.strip().startswith(("model", "data", "dense")) for s in row.set))
+    yield from (f"row {name}.set   changes model, data or dense, which all rows share: set base" for name in other)
     for method in tables.options:
         try:
             find_options(method)
