@@ -10,6 +10,7 @@ from vitcompress.exporters.sidecar import DENSE
 from vitcompress.io import text
 from vitcompress.io.files import read_json
 from vitcompress.io.text import Columns, Table, escape_markdown, shorten_names
+from vitcompress.io.validation import check_record
 
 SETTINGS = ("runtime", "device", "precision", "threads", "input_type", "compile", "cuda_graph", "transfers")
 SPEED_KEYS = records.SpeedRecord.__annotations__.keys()
@@ -23,7 +24,7 @@ def read_benchmarks(path: Path) -> list[records.BenchRecord]:
     content = read_json(path)
     entries: list[records.BenchRecord] = content if isinstance(content, list) else [content]
     hint = "give the output of `vitcompress bench --json`"
-    records.check_record(path, entries, list[records.BenchRecord], "contains no measurement", hint)
+    check_record(path, entries, list[records.BenchRecord], "contains no measurement", hint)
     return entries
 
 

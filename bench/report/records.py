@@ -5,15 +5,11 @@ bytes, times in milliseconds where a name does not say seconds, and None means u
 """
 
 from collections.abc import Mapping, Sequence
-from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, NotRequired, Required, TypeVar
 
 from annotated_types import Ge
-from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from vitcompress.errors import ArtifactError
 from vitcompress.io.checks import Status
 from vitcompress.io.text import Table
 from vitcompress.models.cost import Cost
@@ -383,18 +379,3 @@ class Report(TypedDict, total=False):
     tables: Sequence[Stored[Table]] | None
     notes: Sequence[str] | None
     manifest: bool | None
-
-
-RESTORE = "restore it, or run the recipe again"
-_adapter = cache(TypeAdapter)  # building one takes longer than checking a record
-
-
-def check_record(path: Path, data: Any, kind: Any, problem: str = "has other contents", hint: str = RESTORE) -> Any:
-    """`data`, read from `path`. Raises ArtifactError with `problem` and `hint` if it is not of the type `kind`."""
-    try:
-        _adapter(kind).validate_python(data)
-    except ValidationError as error:
-        first = error.errors(include_input=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise ArtifactError(f"{path} {problem}: {place}: {first['msg'].lower()}", hint=hint) from None
-    return data

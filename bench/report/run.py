@@ -14,10 +14,11 @@ from vitcompress.bench.report.snippet import TEMPLATES, snippet
 from vitcompress.errors import ArtifactError
 from vitcompress.exporters.sidecar import DENSE
 from vitcompress.io import text
-from vitcompress.io.files import read_json
+from vitcompress.io.files import read_record
 from vitcompress.io.manifest import check_unchanged
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.text import NONE, NOT_MEASURED, Columns, Table, escape_markdown, format_percent
+from vitcompress.io.validation import check_record
 from vitcompress.models.cost import Cost
 from vitcompress.recipe.schema import Published
 
@@ -33,8 +34,8 @@ def read_report(folder: str | Path) -> records.Report:
     if not path.is_file():
         hint = "give folders of finished runs; `vitcompress recipe` continues an unfinished one"
         raise ArtifactError(f"{folder} has no {path.name}", hint=hint)
-    report: records.Report = records.check_record(path, read_json(path), records.Report)
-    records.check_record(path, report.get("accuracy"), ACCURACIES | None)
+    report: records.Report = read_record(path, records.Report)
+    check_record(path, report.get("accuracy"), ACCURACIES | None)
     return report
 
 

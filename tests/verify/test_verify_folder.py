@@ -8,13 +8,14 @@ from pathlib import Path
 import onnx
 import pytest
 import torch
+from click.testing import CliRunner
 from contracts import build, contract, every_variant, having, images, logits, sites_of
 from damage import add_unused_weight
 from layer_plans import depth_plan
 from onnx import TensorProto, helper
 from torch import nn
 
-from vitcompress import surgery
+from vitcompress import cli, surgery
 from vitcompress.errors import ArtifactError, WeightsError
 from vitcompress.exporters.onnx.export import export
 from vitcompress.exporters.sidecar import amend_sidecar, read_sidecar, sidecar_path
@@ -29,7 +30,7 @@ from vitcompress.models.create import input_config
 from vitcompress.plan import Plan
 from vitcompress.verify.fold import _layer, fold_checks
 from vitcompress.verify.folder import verify_folder
-from vitcompress.verify.tolerance import fold_excess, reference, storage_limit
+from vitcompress.verify.tolerance import fold_excess, model_logits, reference, storage_limit
 
 
 def folding(variant: str) -> tuple[nn.Module, nn.Module, Plan, Plan]:
@@ -373,3 +374,36 @@ def test_a_damaged_folder_is_an_input_error(folder: Path, tmp_path: Path) -> Non
     (folder / "model.safetensors").write_bytes(data[:100])
     with pytest.raises(WeightsError):
         verify_folder(folder)
+
+
+@pytest.mark.parametrize("names", [("images",), ("logits",), ("images", "logits", "more")])
+def test_recorded_outputs_of_other_names_are_an_input_error(names: tuple[str, ...], folder: Path) -> None:
+    """In a folder without a manifest, which would detect the change."""
+    pixels = images("layer_scale", dtype=torch.float32)
+    tensors = {"images": pixels, "logits": model_logits(load_model(folder), pixels), "more": pixels}
+    save_tensors(folder / "state/verify.safetensors", {name: tensors[name] for name in names})
+    for command in ("verify", "export"):
+        done = CliRunner().invoke(cli.main, [command, str(folder), "--json"])
+        assert done.exit_code == 2 and "images and logits of this model" in json.loads(done.stdout)["error"]
+
+
+def test_recorded_outputs_of_another_model_are_an_input_error(folder: Path) -> None:
+    pixels = images("layer_scale", dtype=torch.float32)
+    for tensors in (
+        {"images": pixels, "logits": torch.zeros(len(pixels), 2)},
+        {"images": pixels[..., 1:], "logits": torch.zeros(len(pixels), 3)},
+        {"images": pixels[:0], "logits": torch.zeros(0, 3)},
+    ):
+        save_tensors(folder / "state/verify.safetensors", tensors)
+        with pytest.raises(ArtifactError, match="images and logits of this model"):
+            verify_folder(folder)
+
+
+@pytest.mark.parametrize("content", ["[]", '{"checks": [{"name": "fold"}]}', '{"checks": {}}'])
+def test_a_damaged_verify_json_is_replaced_by_verify_and_an_input_error_of_export(content: str, folder: Path) -> None:
+    (folder / "verify.json").write_text(content)
+    done = CliRunner().invoke(cli.main, ["export", str(folder), "--out", str(folder / "model-new.onnx"), "--json"])
+    assert done.exit_code == 2 and "verify.json has other contents" in json.loads(done.stdout)["error"]
+    assert not (folder / "model-new.onnx").exists()
+    verify_folder(folder)
+    assert "passed" in json.loads((folder / "verify.json").read_text())

@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from vitcompress.io.files import lock_file, read_json, write_json
+from vitcompress.io.files import lock_file, read_record, write_json
 from vitcompress.io.run_folder import RunFolder
 
 Status = Literal["passed", "failed", "not_run"]
@@ -64,7 +64,7 @@ def update_verification(folder: Path, verification: Verification, replaced: Call
     """Add checks and weights to the folder's verify.json. replaced(name): whether to drop a check that is there."""
     path = RunFolder(folder).verification
     with lock_file(folder):
-        known = read_json(path) if path.is_file() else {}
+        known = read_record(path, Verification) or {}
         kept = [check for check in known.get("checks", []) if not replaced(str(check["name"]))]
         checks = [*kept, *(check.to_dict(folder) for check in verification.checks)]
         passed = _passed(str(check["verdict"]) for check in checks)

@@ -163,6 +163,13 @@ def read_json(path: Path) -> Any:
         raise ArtifactError(f"{path} cannot be read as JSON: {error}", hint="create or copy it again") from None
 
 
+def read_record(path: Path, kind: Any = Any) -> Any:
+    """The content of a JSON file; None if there is none. Raises ArtifactError if it is not of the type `kind`."""
+    from vitcompress.io.validation import check_record  # imports pydantic
+
+    return check_record(path, read_json(path), kind) if path.is_file() else None
+
+
 def decode_json_values(metadata: Mapping[str, str]) -> dict[str, Any]:
     """Metadata with JSON values decoded. Other values, which other tools may write, stay text."""
     data: dict[str, Any] = dict(metadata)

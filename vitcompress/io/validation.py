@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
+from pydantic.type_adapter import TypeAdapter
 
-from vitcompress.errors import InputError, did_you_mean
+from vitcompress.errors import ArtifactError, InputError, did_you_mean
 from vitcompress.io.files import user_path
 
 Table = TypeVar("Table", bound=BaseModel)
@@ -41,6 +42,7 @@ BOUNDS = {
 }
 UNKNOWN_KEY = "unknown key"
 UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
+RESTORE = "restore it, or run the recipe again"
 
 
 def Doc(text: str) -> Any:
@@ -95,6 +97,20 @@ def options_of(kind: type[Any], values: Mapping[str, object], what: str) -> Any:
         text = "\n".join([f"the options of {what} are invalid:", *problems])
         raise InputError(text, hint=f"options: {', '.join(kind.__dataclass_fields__)}" if UNKNOWN_KEY in text else None)
     return options
+
+
+_adapter = cache(TypeAdapter)  # building one takes longer than checking a record
+
+
+def check_record(path: Path, data: Any, kind: Any, problem: str = "has other contents", hint: str = RESTORE) -> Any:
+    """`data`, read from `path`. Raises ArtifactError with `problem` and `hint` if it is not of the type `kind`."""
+    try:
+        _adapter(kind).validate_python(data)
+    except ValidationError as error:
+        first = error.errors(include_input=False)[0]
+        parts = (problem, ".".join(map(str, first["loc"])), first["msg"].lower())
+        raise ArtifactError(f"{path} {': '.join(filter(None, parts))}", hint=hint) from None
+    return data
 
 
 @cache

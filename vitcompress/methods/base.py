@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vitcompress.errors import ArtifactError, InputError, PlanError, VitcompressError
 from vitcompress.families import Family, family_of, prepare_model
-from vitcompress.io.files import file_sha256, find_changed_files, read_json, user_path, write_json
+from vitcompress.io.files import file_sha256, find_changed_files, read_json, read_record, user_path, write_json
 from vitcompress.io.hardware import check_device
 from vitcompress.io.progress import SILENT, Progress
 from vitcompress.io.tensors import save_tensors
@@ -193,8 +193,7 @@ class StepReport:
 
 def read_memo(folder: Path, name: str) -> Any:
     """What `Context.memo` kept in `folder` as `name`; None if there is nothing."""
-    path = folder / f"{name}.json"
-    return read_json(path) if path.is_file() else None
+    return read_record(folder / f"{name}.json")
 
 
 def seal(folder: Path) -> None:

@@ -13,7 +13,6 @@ from annotated_types import Ge
 from pydantic import Strict
 from torch import Tensor, nn
 
-from vitcompress.bench.report.records import check_record
 from vitcompress.errors import ArtifactError, InputError, OutputError
 from vitcompress.exporters.onnx.export import measure_quantization
 from vitcompress.exporters.options import ExportOptions
@@ -21,11 +20,12 @@ from vitcompress.exporters.quantize.calibrate import calibrate
 from vitcompress.exporters.quantize.emulate import QuantizedTraining
 from vitcompress.exporters.quantize.graph import Form, Quantization
 from vitcompress.exporters.quantize.smooth import Factors, measure_factors
-from vitcompress.io.files import read_json, write_json
+from vitcompress.io.files import read_record, write_json
 from vitcompress.io.manifest import check_unchanged, record_changes
 from vitcompress.io.progress import SILENT, Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import save_tensors, tensors_digest
+from vitcompress.io.validation import check_record
 from vitcompress.models.checkpoint import load_model_files, read_plan, write_model
 from vitcompress.models.create import current_plan, input_config
 from vitcompress.pipeline.dense import load_dense
@@ -69,7 +69,7 @@ class Calibration:
         precision, method = self.options.eight_bits or "int8", self.options.calibration_method
         path = self.files.trained_ranges
         check_unchanged(self.files.path, path)
-        trained = check_record(path, read_json(path), dict[str, Any]) if path.is_file() else {}
+        trained = read_record(path, dict[str, Any]) or {}
         own = trained.get("model") == model_digest(self.model, precision)
         fixed = check_record(path, trained.get("ranges"), Sizes) if own else {}
         if fixed and self.factors:
@@ -79,8 +79,8 @@ class Calibration:
         cache = self.files.ranges / f"{model_digest(self.model, settings, images)}.json"
         check_unchanged(self.files.path, cache)
         known = dict[str, float]()
-        with suppress(ArtifactError):  # no such file, or a damaged one in a folder without a manifest
-            known = check_record(cache, read_json(cache), Sizes)
+        with suppress(ArtifactError):  # a damaged file in a folder without a manifest
+            known = read_record(cache, Sizes)
         self.ranges = known or calibrate(source, images, precision, method)
         if self.files.plan.is_file() and not known:
             try:

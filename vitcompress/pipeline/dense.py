@@ -6,7 +6,7 @@ from dataclasses import asdict
 from torch import nn
 
 from vitcompress.errors import CheckFailedError, DataError, WeightsError
-from vitcompress.io.files import read_json, write_json
+from vitcompress.io.files import read_record, write_json
 from vitcompress.io.manifest import check_unchanged, read_manifest, write_manifest
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.text import describe_value
@@ -98,7 +98,7 @@ def check_dense(job: Job) -> None:
     if why_unchecked(job):
         return
     record = job.files.dense_accuracy
-    known = job.runtime.broadcast(read_json(record) if job.runtime.is_main and record.is_file() else None)
+    known = job.runtime.broadcast(read_record(record, Accuracy) if job.runtime.is_main else None)
     accuracy = Accuracy(**known) if known else measure_accuracy(job, load_dense(job), _check_images(job)[1])
     if job.runtime.is_main and not known:
         write_json(record, asdict(accuracy))

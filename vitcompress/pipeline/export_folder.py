@@ -15,7 +15,7 @@ from vitcompress.exporters.runtimes import available_exporter, exported_files
 from vitcompress.exporters.sidecar import DENSE, check_sha256, read_classes, read_sidecar, sidecar_path, usable_sidecar
 from vitcompress.exporters.tensorrt.export import source_path
 from vitcompress.io.checks import Check, Status, Verification, update_verification
-from vitcompress.io.files import decode_json_values, file_sha256, read_json
+from vitcompress.io.files import decode_json_values, file_sha256, read_record
 from vitcompress.io.manifest import check_unchanged, read_manifest
 from vitcompress.io.progress import SILENT, Progress
 from vitcompress.io.run_folder import RunFolder
@@ -64,6 +64,7 @@ def export_folder(
     model, onnx = load_model(source.path), files.exported("model", ".onnx")
     read = files.report, files.verification, files.recorded_outputs, files.unfolded, sidecar_path(onnx)
     check_unchanged(folder, *read)
+    read_record(files.verification, Verification)  # checks of the file are added to it
     images, real = recorded_images(folder, model)
     return write_export(
         exporter,
@@ -187,7 +188,7 @@ def sign_artifact(path: Path, key: Any) -> Path:
     if path.is_dir():
         check_unchanged(path)
         data = read_manifest(path) or {}
-        verified = read_json(files.verification) if files.verification.is_file() else {}
+        verified = read_record(files.verification, Verification) or {}
     else:
         check_sha256(path)
         data = read_sidecar(path)

@@ -19,7 +19,7 @@ from vitcompress.bench.report.records import ArtifactRecord, BenchRecord, BenchR
 from vitcompress.errors import InputError, VitcompressError, first_line
 from vitcompress.exporters.runtimes import exported_files
 from vitcompress.exporters.sidecar import DENSE, find_mismatches, usable_sidecar
-from vitcompress.io.files import file_sha256, lock_file, read_json, signed_files, user_path, write_json
+from vitcompress.io.files import file_sha256, lock_file, read_record, signed_files, user_path, write_json
 from vitcompress.io.manifest import check_unchanged, record_changes
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
@@ -90,7 +90,7 @@ def write_report(job: Job) -> None:
         "widths": vars(widths) if (widths := structure.width_table(plan)) else None,
         "cost": {name: count_cost(model, job.input.size).to_dict() for name, model in models.items()},
         "extra_epochs": job.extra_epochs,
-        **{stage: _read(getattr(files, stage)) for stage in ("before_recovery", "recovery", "folding")},
+        **{stage: read_record(getattr(files, stage)) for stage in ("before_recovery", "recovery", "folding")},
         "searched": describe_measured_models(recipe) if searched else None,
         "layers": describe_choice(recipe, searched=searched),
         "teacher": recipe.finetune.teacher if searched else None,
@@ -100,11 +100,6 @@ def write_report(job: Job) -> None:
         "manifest": True,
     }
     page.write_report(job.folder, current_report(job.folder, cast(Report, report)))
-
-
-def _read(path: Path, kind: Any = Any) -> Any:
-    """The output of an earlier stage, of the type `kind`; None if it did not run."""
-    return records.check_record(path, read_json(path), kind) if path.is_file() else None
 
 
 def refresh_report(folder: Path, progress: Progress) -> Report:
@@ -169,13 +164,13 @@ def current_report(folder: Path, report: Report) -> Report:
     hashes = {name: sha256 for sha256, equal in names.items() for name in equal}
     # Earlier versions recorded accuracies without a hash, which is that of the file when the report was written.
     before = {entry["file"]: entry["sha256"] for entry in report.get("artifacts") or () if entry["accuracy"]}
-    recorded = cast(dict[str, Any], _read(files.accuracy, reports.ACCURACIES) or report.get("accuracy") or {})
+    recorded = cast(dict[str, Any], read_record(files.accuracy, reports.ACCURACIES) or report.get("accuracy") or {})
     accuracy = {
         name: value
         for name, value in recorded.items()
         if "." not in name or value.get("sha256", before.get(name)) == hashes.get(name, "")
     }
-    measured = match_rows(_read(files.benchmark, list[BenchRecord]) or report.get("bench") or (), names)
+    measured = match_rows(read_record(files.benchmark, list[BenchRecord]) or report.get("bench") or (), names)
     paths = [path for model in (DENSE, "model") for path in exported_files(folder, model)]
     artifacts = [entry for path in paths if (entry := _artifact(path, hashes[path.name], accuracy, measured))]
     return {
@@ -185,7 +180,7 @@ def current_report(folder: Path, report: Report) -> Report:
         "bench": measured or None,
         "artifacts": artifacts,
         "files": {entry["file"]: entry["bytes"] for entry in artifacts},
-        "verify": _read(files.verification, records.VerificationRecord) or report.get("verify"),
+        "verify": read_record(files.verification, records.VerificationRecord) or report.get("verify"),
     }
 
 
@@ -252,7 +247,7 @@ def record_bench(artifacts: Iterable[str | Path], measured: BenchRecord, progres
         names = list_names(files.path, reports.read_report(files.path))
         if own := match_rows([measured], names):
             again = {key(row) for row in own[0]["rows"]}
-            old = match_rows(_read(files.benchmark, list[BenchRecord]) or (), names)
+            old = match_rows(read_record(files.benchmark, list[BenchRecord]) or (), names)
             kept = (entry for entry in old if not again.issuperset(map(key, entry["rows"])))
             write_json(files.benchmark, [*own, *kept])
 
@@ -268,13 +263,13 @@ def record_accuracy(
 
     def add(files: RunFolder) -> None:
         names, own = list_names(files.path, reports.read_report(files.path)), load_recipe_of_run(files.recipe).data
-        accuracy = _read(files.accuracy, reports.ACCURACIES) or {}
+        accuracy = read_record(files.accuracy, reports.ACCURACIES) or {}
         counts = {entry["total"] for entry in accuracy.values() if "total" in entry}  # images may have come or gone
         same = counts <= {evaluation["images"]} and used == (own.source, own.path, own.test_split)
         if not same or options.preprocessing != Preprocessing():
             progress.note(f"not in the report of {files.path}: other images or preprocessing than those of the run")
             return
-        mistakes = _read(files.mistakes, dict[str, list[int]]) or {}
+        mistakes = read_record(files.mistakes, dict[str, list[int]]) or {}
         for row in evaluation["rows"]:
             for name in names.get(row["sha256"] or "", ()):
                 if "/" not in name and name != files.weights.name:
@@ -295,7 +290,7 @@ def _remarks(job: Job) -> Iterator[str]:
             here = measured_on(job.runtime.device, job.recipe.run.threads)
             other = latency.other_machine(step.files.path, goal.runtime, here)
             planned = f" The widths were chosen by times from another machine or setting ({other})." if other else ""
-            for row in (entry["rows"][-1] for entry in _read(job.files.benchmark) or ()):
+            for row in (entry["rows"][-1] for entry in read_record(job.files.benchmark) or ()):
                 if row["runtime"] == goal.runtime:
                     ms, setting = row["latency_ms"]["p50"], f"median, {row['protocol']}, batch {row['batch']}"
                     yield f"Latency target: {goal}; measured at the end: {ms:.4g} ms ({setting}).{planned}"
@@ -308,7 +303,7 @@ def _remarks(job: Job) -> Iterator[str]:
         yield "The weights are random."
     if "distilled" in job.base.arch and not job.options.structure_only and job.recipe.model.weights == "hub":
         yield "The dense weights were distilled from a RegNetY, so results that start from them used an extra model."
-    dense = (_read(job.files.accuracy) or {}).get("dense")
+    dense = (read_record(job.files.accuracy) or {}).get("dense")
     if dense and job.data is not None and guessed(dense["correct"], job.data.test.labels):
         yield "The dense model is no better than guessing, so these accuracies do not show what pruning costs."
     yield from describe_fp32_layers(job)

@@ -18,7 +18,7 @@ from vitcompress.exporters.sidecar import amend_sidecar, find_mismatches, read_s
 from vitcompress.exporters.tensorrt.export import TENSORRT, source_path
 from vitcompress.families import family_of
 from vitcompress.io.checks import Check, Status, problem_check
-from vitcompress.io.files import convert_write_errors, decode_json_values, read_json, signed_files, write_json
+from vitcompress.io.files import convert_write_errors, decode_json_values, read_record, signed_files, write_json
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.text import format_shape
 from vitcompress.models.create import input_config, with_class_names
@@ -219,8 +219,7 @@ def quarantine(path: Path) -> Path:
 
 def rejected_exports(folder: Path) -> dict[str, str]:
     """Names of the files that a run could not export, or moved away, and why."""
-    path = RunFolder(folder).rejected
-    return dict(read_json(path)) if path.is_file() else {}
+    return read_record(RunFolder(folder).rejected, dict[str, str]) or {}
 
 
 def reject_export(folder: Path, name: str, reason: str) -> None:

@@ -22,6 +22,7 @@ from vitcompress.io.manifest import record_changes, write_manifest
 from vitcompress.io.progress import SILENT, Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import load_tensors, save_tensors
+from vitcompress.io.validation import RESTORE
 from vitcompress.models.checkpoint import load_model, read_plan, write_model
 from vitcompress.models.cost import count_cost
 from vitcompress.models.create import class_names_of, create_model, create_on_meta, input_config
@@ -88,9 +89,9 @@ def _check_content(
     files: RunFolder, first: Sequence[Check], images: Tensor | None, dense: RunFolder, progress: Progress
 ) -> tuple[Verification, dict[str, Tensor] | None]:
     """All checks after the `first` ones; `images` and their outputs for later calls."""
-    recorded = load_tensors(files.recorded_outputs) if files.recorded_outputs.is_file() else {}
-    real, model = images is not None or bool(recorded), load_model(files.path)
-    plan, classes = read_plan(files.plan), run_classes(files, model)
+    model = load_model(files.path)
+    recorded, plan, classes = _read_recorded(files, model), read_plan(files.plan), run_classes(files, model)
+    real = images is not None or bool(recorded)
     shown = recorded.get("images", noise_images(model, plan)) if images is None else images
     original = PlannedOriginal(model, shown, real, plan=plan, unfolded=files.unfolded, classes=classes)
     checks = [*first, *report_checks(files), *_missing_exports(files)]
@@ -228,9 +229,20 @@ def run_classes(files: RunFolder, model: nn.Module) -> tuple[str, ...] | None:
 def recorded_images(folder: Path, model: nn.Module) -> tuple[Tensor, bool]:
     """The images that the folder was verified with, and True; noise and False if there are none."""
     files = RunFolder(folder)
-    if files.recorded_outputs.is_file():
-        return load_tensors(files.recorded_outputs)["images"], True
-    return noise_images(model, read_plan(files.plan)), False
+    recorded = _read_recorded(files, model)
+    return (recorded["images"], True) if recorded else (noise_images(model, read_plan(files.plan)), False)
+
+
+def _read_recorded(files: RunFolder, model: nn.Module) -> dict[str, Tensor]:
+    """Images and logits of an earlier verification; empty if there was none. Raises InputError for other contents."""
+    path = files.recorded_outputs
+    tensors = load_tensors(path) if path.is_file() else {}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    count = next(iter(shapes.get("images", ())), 0)
+    expected = {"images": (count, *input_config(model).size), "logits": (count, model.num_classes)}
+    if tensors and not (count and shapes == expected):
+        raise ArtifactError(f"{path} has other contents than images and logits of this model: {shapes}", hint=RESTORE)
+    return tensors
 
 
 def noise_images(model: nn.Module, plan: Plan) -> Tensor:

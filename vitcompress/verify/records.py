@@ -5,8 +5,8 @@ from contextlib import suppress
 from typing import Any
 
 from vitcompress.errors import ArtifactError, first_line
-from vitcompress.io.checks import Check, problem_check
-from vitcompress.io.files import read_json
+from vitcompress.io.checks import Check, Verification, problem_check
+from vitcompress.io.files import read_json, read_record
 from vitcompress.io.manifest import REMEDY, find_changes, read_manifest
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import LIBRARY_ERRORS
@@ -42,10 +42,8 @@ def manifest_checks(files: RunFolder, *, adopt: bool = False) -> Iterator[Check]
 def _was_checked(files: RunFolder) -> bool:
     """Whether verify.json has checks of a manifest."""
     with suppress(ArtifactError):  # without a manifest, any verify.json may be replaced
-        match read_json(files.verification) if files.verification.is_file() else None:
-            case {"checks": [*checks]}:
-                ran = (c for c in checks if isinstance(c, dict) and c.get("verdict") in ("passed", "failed"))
-                return any(str(check.get("name")).partition(".")[0] == MANIFEST for check in ran)
+        checks = (read_record(files.verification, Verification) or {"checks": ()})["checks"]
+        return any(c["name"].partition(".")[0] == MANIFEST and c["verdict"] != "not_run" for c in checks)
     return False
 
 

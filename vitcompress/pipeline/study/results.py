@@ -15,7 +15,7 @@ from vitcompress.bench.report.run import read_report
 from vitcompress.exporters.onnx.export import ONNX
 from vitcompress.exporters.runtimes import RunnerOptions, open_runner
 from vitcompress.exporters.sidecar import DENSE, sidecar_path
-from vitcompress.io.files import file_sha256, read_json, write_json, write_text
+from vitcompress.io.files import file_sha256, read_record, write_json, write_text
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.text import NOT_MEASURED, Columns, Table, format_count, format_percent
@@ -58,7 +58,7 @@ def measure_speed(
     folders = {DENSE: dense_folder(runs[0].recipe, runs[0].folder), **{run.name: run.folder for run in runs}}
     weights = {name: file_sha256(RunFolder(model).weights) for name, model in folders.items()}
     settings = asdict(study.speed)
-    known: Speed | None = read_json(path) if path.is_file() and when != "again" else None
+    known: Speed | None = read_record(path, Speed) if when != "again" else None
     if known is not None and settings == known["settings"] and weights.items() <= known["models"].items():
         return known
     files = {name: RunFolder(folder).exported("model", ONNX.suffix) for name, folder in folders.items()}
@@ -91,7 +91,7 @@ def write_results(folder: Path, study: Study, runs: Sequence[Run], speed: Speed 
     records = [_run_record(run, report, speed) for run, report in zip(runs, reports, strict=True)]
     masks, models = dict[str, list[np.ndarray]](), dict[str, list[np.ndarray]]()
     for run, record in zip(runs, records, strict=True):
-        wrong = read_json(RunFolder(run.folder).mistakes)
+        wrong = read_record(RunFolder(run.folder).mistakes, dict[str, list[int]])
         for of_rows, name in ((masks, run.evaluated), (models, "compressed")):
             mask = np.ones(record["total"], bool)
             mask[wrong[name]] = False
@@ -179,14 +179,14 @@ def compare_rows(rows: Sequence[dict[str, Any]], correct: Mapping[str, Sequence[
 
     correct: row name -> for every seed, a mask of the correctly classified test images.
     """
-    pairs = []
+    pairs = list[dict[str, Any]]()
     for row in rows:
         for curve in row["against"]:
             rival = min((r for r in rows if r["curve"] == curve), key=lambda other: abs(other["macs"] - row["macs"]))
             masks = [correct[one["row"]] for one in (row, rival)]
             differences = [float(a.mean() - b.mean()) for a, b in zip(*masks, strict=True)]
             test = mcnemar(*map(np.concatenate, masks))
-            pair: dict[str, Any] = {
+            pair = {
                 "row": row["row"],
                 "against": rival["row"],
                 "macs_ratio": [row["macs_ratio"], rival["macs_ratio"]],
