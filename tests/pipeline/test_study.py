@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from vitcompress import cli
 from vitcompress.bench.plots.study import accuracy_figure
 from vitcompress.bench.report import run as reports
 from vitcompress.bench.report.measurements import pairs
-from vitcompress.errors import OutputError, VitcompressError
+from vitcompress.errors import ArtifactError, OutputError, VitcompressError
 from vitcompress.exporters.runtimes import open_runner
 from vitcompress.exporters.sidecar import read_sidecar
 from vitcompress.io.files import read_json
@@ -169,6 +170,21 @@ def test_a_failed_run_does_not_stop_the_others(tiny: Path, tmp_path: Path) -> No
     assert (tmp_path / "s" / "random_2-seed0" / "report.json").is_file()
 
 
+class FullMemory(RecordedProgress):
+    """Requests more memory than any machine has in the first fine-tuning."""
+
+    def stage(self, title: str) -> None:
+        super().stage(title)
+        if title == "Fine-tune the pruned model" and self.stages.count(title) == 1:
+            torch.empty(2**60)
+
+
+def test_a_run_without_enough_memory_does_not_stop_the_others(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(VitcompressError, match=r"1 of 2 runs failed\n  control-seed0: RuntimeError: .*memory"):
+        run_study(load_study(str(tiny)), StudyOptions(tmp_path / "s", seeds=1, speed="later"), FullMemory())
+    assert (tmp_path / "s" / "random_2-seed0" / "report.json").is_file()
+
+
 @pytest.fixture(scope="module")
 def int8(tiny: Path) -> tuple[Path, Path, dict[str, Any]]:
     """File, folder and results of a study with rows in fp32, int8, and trained in int8."""
@@ -216,6 +232,9 @@ def test_a_file_that_fails_is_a_failed_run(int8: tuple[Path, Path, dict[str, Any
     with pytest.raises(
         VitcompressError, match=r"1 of 4 runs failed\n  int8-seed0: agreement.model.onnx.flips: 3 images"
     ):
+        run_study(load_study(str(path), LONGER), StudyOptions(folder, seeds=1))
+    (run / "state" / "refused.json").unlink()
+    with pytest.raises(VitcompressError, match=r"int8-seed0: model.onnx is missing"):
         run_study(load_study(str(path), LONGER), StudyOptions(folder, seeds=1))
     without = run_study(load_study(str(path), LONGER, rows=["trained"]), StudyOptions(folder, seeds=1))
     assert [row["row"] for row in without["rows"]] == ["trained"] and without["pairs"] == []
@@ -278,6 +297,44 @@ def test_tables_have_means_counts_and_verdicts(whole: tuple[Path, dict[str, Any]
     )
     bare = {**result, "speed": None, "rows": [{**row, "speedup": None} for row in result["rows"]]}
     assert {row[-1] for row in results.row_table(bare).rows} == {"not measured"}
+
+
+def change_report(run: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    (run / "manifest.json").unlink()
+    report = read_json(run / "report.json")
+    change(report)
+    (run / "report.json").write_text(json.dumps(report))
+
+
+def test_rows_without_held_out_images_have_no_accuracy_before_recovery(
+    tiny: Path, whole: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(whole[0], tmp_path / "s")
+    change_report(folder / "random_2-seed0", lambda report: report.update(before_recovery=None))
+    result = run_study(load_study(str(tiny)), StudyOptions(folder, seeds=1))
+    assert [row["before_recovery"] is None for row in result["rows"]] == [False, True]
+    dense, control, random = results.row_table(result).rows
+    assert (dense[1], random[1]) == ("", "") and control[1].endswith("%")
+
+
+def test_a_row_without_counted_flips_has_none(int8: tuple[Path, Path, dict[str, Any]], tmp_path: Path) -> None:
+    path, whole, before = int8
+    folder = shutil.copytree(whole, tmp_path / "s")
+    change_report(folder / "int8-seed0", lambda report: report["accuracy"]["model.onnx"].pop("flips"))
+    result = run_study(load_study(str(path), LONGER), StudyOptions(folder, seeds=1))
+    assert [row["flips"] is None for row in result["rows"]] == [False, False, True, False]
+    assert [row["p_value"] for row in result["rows"]] == [row["p_value"] for row in before["rows"]]
+    assert [row[-1] == "" for row in results.row_table(result).rows] == [True, False, False, True, False]
+
+
+@pytest.mark.parametrize("name", ["of_study.json", "speed.json", "random_2-seed0/state/mistakes.json"])
+def test_a_damaged_file_is_an_input_error(
+    name: str, tiny: Path, whole: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(whole[0], tmp_path / "s")
+    (folder / name).write_text("[]")
+    with pytest.raises(ArtifactError, match=f"{name} has other contents: input should be a valid dictionary"):
+        run_study(load_study(str(tiny)), StudyOptions(folder, seeds=1))
 
 
 def test_plots_show_all_rows(whole: tuple[Path, dict[str, Any]]) -> None:

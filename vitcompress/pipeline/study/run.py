@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vitcompress.bench.plots.study import draw
-from vitcompress.errors import InputError, MissingExtraError, OutputError, VitcompressError
+from vitcompress.errors import InputError, MissingExtraError, OutputError, VitcompressError, first_line
 from vitcompress.exporters.onnx.providers import CPU, PROVIDERS, resolve_precision
-from vitcompress.io.files import read_json, write_json
+from vitcompress.io.files import read_record, write_json
 from vitcompress.io.progress import SILENT, Progress
 from vitcompress.pipeline.dry_run import dry_run_recipe
 from vitcompress.pipeline.folder import ELSEWHERE, check_folder, claim_folder
@@ -128,11 +128,10 @@ def dry_run_study(
 
 def _check_folder(folder: Path, study: Study, runs: Sequence[Run]) -> None:
     """Raise OutputError if `folder` contains anything but these runs of this study, or cannot be written."""
-    mark = folder / MARK
-    if not mark.is_file() and folder.is_dir() and any(folder.iterdir()):
-        raise OutputError(f"{folder} is not empty and not the folder of a study", hint=ELSEWHERE)
-    if mark.is_file() and (other := read_json(mark)["study"]) != study.name:
-        raise OutputError(f"{folder} contains the study {other!r}, not {study.name!r}", hint=ELSEWHERE)
+    other = (read_record(folder / MARK, dict[str, str]) or {}).get("study")
+    if other != study.name and folder.is_dir() and any(folder.iterdir()):
+        what = f"contains the study {other!r}, not {study.name!r}"
+        raise OutputError(f"{folder} {what if other else 'is not empty and not the folder of a study'}", hint=ELSEWHERE)
     for run in runs:
         check_folder(run.folder, run.recipe, structure_only=False, fresh=False)
 
@@ -179,9 +178,9 @@ def _execute(run: Run, progress: Progress = SILENT) -> Outcome:
         with cpu_threads(run.recipe.run.threads):
             run_recipe(run.recipe, RunOptions(out=run.folder), progress)
         if not run.is_done:
-            problem = "; ".join(rejected_exports(run.folder).values())
-    except VitcompressError as error:
-        problem = error.message
+            problem = "; ".join(rejected_exports(run.folder).values()) or f"{run.evaluated} is missing: restore it"
+    except Exception as error:  # noqa: BLE001 - such as too little memory for this run
+        problem = getattr(error, "message", f"{type(error).__name__}: {first_line(error)}")
     return run, time.monotonic() - start, problem
 
 
