@@ -27,6 +27,7 @@ from PIL import Image
 from torch import Tensor, distributed, nn
 from torch.nn.utils.prune import l1_unstructured
 from torch.utils.data import Subset, TensorDataset
+from whole_runs import RecordedProgress
 
 import vitcompress as vc
 from vitcompress.errors import DataError, DeviceError, InputError, PlanError, VitcompressError
@@ -1053,6 +1054,13 @@ def test_a_plan_for_a_latency(monkeypatch: pytest.MonkeyPatch) -> None:
         vc.plan(vit, "magnitude", **{**goal, "amount": 0.5 * least})
     with pytest.raises(PlanError, match="amount is required with target = 'latency'"):
         vc.plan(vit, "isomorphic", target="latency")
+
+
+def test_training_options_are_checked_before_a_latency_is_measured() -> None:
+    progress, wrong = RecordedProgress(), {"batch_size": 6, "accumulate": 4}
+    with pytest.raises(InputError, match="6 images per process cannot be computed in 4 equal parts"):
+        vc.plan(model(), "sero", batches(), training=wrong, progress=progress, target="latency", amount=1.0)
+    assert not progress.notes
 
 
 def test_up_vit_is_saved_with_its_standard_model(tmp_path: Path) -> None:

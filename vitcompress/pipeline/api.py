@@ -28,7 +28,7 @@ from vitcompress.exporters.runner import RunnerOptions
 from vitcompress.exporters.runtimes import EXPORTERS, available_exporter
 from vitcompress.families.lookup import copy_model, prepare_model
 from vitcompress.io.checks import Verification
-from vitcompress.io.files import convert_write_errors, read_json, user_path, write_json
+from vitcompress.io.files import convert_write_errors, read_record, user_path, write_json
 from vitcompress.io.progress import SILENT, Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import tensors_digest
@@ -45,7 +45,7 @@ from vitcompress.plan import Plan
 from vitcompress.training import distributed
 from vitcompress.training.datasets import as_images
 from vitcompress.training.loaders import BatchLoader, EvalLoader, open_source
-from vitcompress.training.loop import train
+from vitcompress.training.loop import check_options, train
 from vitcompress.training.losses import check_outputs
 from vitcompress.training.metrics import Accuracy, random_images
 from vitcompress.training.metrics import evaluate as evaluate_loader
@@ -135,6 +135,8 @@ def plan(
     context = replace(base, latency=clock, measured_on=measured_on(base.runtime.device, None))
     call = {"method": chosen.name, "model": context.plan.digest, "seed": seed, "data": base.data.digest}
     call |= {"options": asdict(settings), "training": asdict(base.train)}
+    if data is not None and (train_options := chosen.describe(settings).training):  # before a latency is measured
+        check_options(train_options(base.train), base.data.train, base.data.heldout, base.input, base.runtime)
     with _recorded(context.folder / "call.json", call, model, "plan"):
         model.to(context.runtime.device)
         delta = plan_step(chosen, create.prepared(model), context, settings)
@@ -222,8 +224,8 @@ def _recorded(record: Path, call: Mapping[str, object], model: nn.Module, what: 
     continues with any weights of this structure, such as a head that is initialized again: its state replaces them.
     """
     weights, call = model_digest(model), json.loads(json.dumps(call))  # as JSON stores it
-    content: dict[str, Any] = read_json(record) if record.is_file() else {**call, "weights": [weights]}
-    before, *after = content.pop("weights")
+    content = read_record(record, dict[str, Any]) or {**call, "weights": [weights]}
+    before, *after = content.pop("weights", None) or [""]
     stopped = what == "training" and not after
     if content != call or not (stopped or weights in (before, *after)):
         message = f"{record.parent} contains a {what} of another model or call"
