@@ -306,7 +306,7 @@ def change_report(run: Path, change: Callable[[dict[str, Any]], object]) -> None
     (run / "report.json").write_text(json.dumps(report))
 
 
-def test_rows_without_held_out_images_have_no_accuracy_before_recovery(
+def test_without_heldout_images_there_is_no_accuracy_before_recovery(
     tiny: Path, whole: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     folder = shutil.copytree(whole[0], tmp_path / "s")
