@@ -27,15 +27,16 @@ def draw(folders: Sequence[str | Path], into: str | Path) -> list[Path]:
 
     Raises PlanError if a folder has no plan (nothing is drawn), and MissingExtraError without matplotlib.
     """
-    paths = []
-    names = shorten_paths(str(Path(folder).resolve()) for folder in folders)
-    # With as many parent folders as needed to distinguish them.
-    runs = {"-".join(part.strip("/\\:") for part in Path(name).parts): Path(path) for path, name in names.items()}
-    plans = {name: read_plan(RunFolder(folder).plan) for name, folder in runs.items()}
-    for name, folder in runs.items():
-        figure = structure_figure(describe_structure(plans[name]), name)
+    paths, runs = [], dict[str, Any]()
+    for path, short in shorten_paths(str(Path(folder).resolve()) for folder in folders).items():
+        name = "-".join(part.strip("/\\:") for part in Path(short).parts)
+        while name in runs:  # of another run: a/b, a-b
+            name += "_2"
+        runs[name] = RunFolder(Path(path)), read_plan(RunFolder(Path(path)).plan)
+    for name, (folder, plan) in runs.items():
+        figure = structure_figure(describe_structure(plan), name)
         paths.append(save_figure(figure, Path(into) / f"{name}-structure.png"))
-        for step in RunFolder(folder).steps():
+        for step in folder.steps():
             method = step.name.split("-", 2)[2]
             if method in (*METHODS, *plugin_names("methods")) and (charts := find_method(method).report(step).charts):
                 figure = charts_figure(charts, f"{name}, {step.name} (faint: removed)")

@@ -144,6 +144,11 @@ def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [path.name for path in draw([run, again], tmp_path / "both")]
     assert len(set(names)) == 4 and "other-run-structure.png" in names
     assert len(draw([run, str(run)], tmp_path / "once")) == 3
+    runs = [tmp_path / name for name in ("x/b/c", "y/d/c", "b-c")]
+    for other in runs:
+        write_text(other / "plan.json", plan().to_json())
+    names = [path.name for path in draw(runs, tmp_path / "joined")]
+    assert names == ["b-c-structure.png", "d-c-structure.png", "b-c_2-structure.png"]
 
 
 def test_a_folder_without_a_plan(tmp_path: Path) -> None:
