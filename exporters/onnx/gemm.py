@@ -144,10 +144,9 @@ def _is_per_channel(node: ir.Node, rows: _Rows) -> bool:
     """Whether a node works on each channel, or along the channels, of a value that is in rows already."""
     if len(node.outputs) != 1 or not _can_be_rows(node.outputs[0]) or not any(value in rows for value in node.inputs):
         return False
-    shape = node.outputs[0].shape
-    assert shape is not None
     if node.op_type == "LayerNormalization":
-        return node.attributes.get_int("axis", -1) in (-1, len(shape) - 1)
+        return node.attributes.get_int("axis", -1) == -1  # other numbers differ between rows and all axes
+    shape = node.outputs[0].shape
     same_shape = all(value is not None and (_is_vector(value) or value.shape == shape) for value in node.inputs)
     return node.op_type in UNARY or (node.op_type in BINARY and same_shape)
 

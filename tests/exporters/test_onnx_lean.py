@@ -16,10 +16,11 @@ from torch import nn
 from vitcompress import surgery
 from vitcompress.exporters.onnx.export import export
 from vitcompress.exporters.onnx.file import graph_facts
-from vitcompress.exporters.onnx.gemm import multiply_patches
+from vitcompress.exporters.onnx.gemm import join_linear_layers, multiply_patches
 from vitcompress.exporters.onnx.tokens import drop_unread_tokens
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.runtimes import open_runner
+from vitcompress.exporters.sidecar import sidecar_path
 from vitcompress.families import family_of
 from vitcompress.models.create import input_config
 from vitcompress.plan import Plan
@@ -108,6 +109,19 @@ def test_linear_layers_are_one_node_each(tmp_path: Path) -> None:
     ends = 6  # patches become tokens, and rows twice; the last attention cuts them to one, which the head reads
     assert sum(node.op_type == "Reshape" for node in nodes) == around + ends
     assert failures(model, path, "layer_scale") == []
+
+
+def test_axes_that_are_counted_from_the_first_stay_valid(tmp_path: Path) -> None:
+    model, path = build("plain", dtype=torch.float32), tmp_path / "m.onnx"
+    export(model, path, input=input_config(model), lean=False, traces=traces("plain"))
+    sidecar_path(path).unlink()
+    file = onnx_ir.load(path)
+    for node in (node for node in file.graph if node.op_type == "LayerNormalization"):
+        node.attributes.add(onnx_ir.AttrInt64("axis", 2))
+    join_linear_layers(file.graph)
+    onnx_ir.save(file, path)
+    with closing(open_runner(path)) as runner, torch.no_grad():
+        torch.testing.assert_close(runner(torch.ones(2, 3, 8, 8)), model(torch.ones(2, 3, 8, 8)))
 
 
 def convolutions(path: Path) -> int:
