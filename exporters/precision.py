@@ -87,12 +87,11 @@ def shorten_layers(model: nn.Module, islands: Iterable[str]) -> tuple[str, ...]:
 
 
 def _layers_by_kind(model: nn.Module) -> dict[str, list[str]]:
-    norms = [name for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)]
     family = family_of(model)
     spaces = family.spaces(model)  # includes those that are no site, such as an attention pool
     ffns = (site.name for site in family.sites(model) if site.kind == "ffn")
     return {
-        "norm": norms,
+        "norm": [name for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)],
         "softmax": [f"{name}{SOFTMAX}" for name in dict.fromkeys(s.attention for s in spaces if s.attention)],
         "head": list(classifier_layers(model)),
         "ffn": list(dict.fromkeys((*ffns, *(space.name for space in spaces if space.kind == "mlp")))),

@@ -15,7 +15,7 @@ import torch
 from google.protobuf.message import DecodeError, Message  # type: ignore[import-untyped,unused-ignore]
 from onnx import numpy_helper
 
-from vitcompress.errors import ArtifactError
+from vitcompress.errors import ArtifactError, first_line
 from vitcompress.exporters.base import Contents, Stored
 from vitcompress.io.text import format_shape
 
@@ -28,7 +28,7 @@ SETTINGS: dict[str, tuple[str, float | str]] = {
 }
 INDEX = (onnx.TensorProto.INT64, onnx.TensorProto.INT32, onnx.TensorProto.BOOL)
 LARGEST_SIZE = 2**14  # of an input
-LONGEST_LIST = 64  # numbers in an attribute of a node
+LONGEST_LIST = 64  # numbers or characters in an attribute of a node
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def read_onnx(path: Path) -> Any:
     except (DecodeError, ValueError, OSError) as error:
         raise ArtifactError(f"{path} is not an ONNX file: {error}", hint="copy or export it again") from None
     for tensor in _find_messages(model, onnx.TensorProto):
-        if tensor.data_type not in onnx.TensorProto.DataType.values():
+        if tensor.data_type not in onnx.helper.get_all_tensor_dtypes():
             message = f"{path} stores the tensor {tensor.name:.60} in the type {tensor.data_type}, which is unknown"
             raise ArtifactError(message, hint="copy or export it again")
         _check_location(path, tensor)
@@ -120,7 +120,7 @@ def read_contents(path: Path) -> Contents:
         index = tensor.data_type in INDEX or tensor.name in scales
         stored.append(Stored(tensor.name, shape, size, place, values, index, quantized.get(tensor.name)))
     attributes = _find_messages(model, onnx.AttributeProto)
-    lists = (a.name for a in attributes if max(len(a.floats), len(a.ints), len(a.s)) > LONGEST_LIST)
+    lists = (a.name for a in attributes if max(map(len, (a.floats, a.ints, a.s, b"".join(a.strings)))) > LONGEST_LIST)
     names = {name for tensor in tensors if (name := location(tensor))}
     data = sum((path.parent / name).stat().st_size for name in names)
     opset = next((entry.version for entry in model.opset_import if not entry.domain), 0)
@@ -128,8 +128,8 @@ def read_contents(path: Path) -> Contents:
 
 
 def _decodes(node: Any, named: Mapping[str, Any]) -> bool:
-    """Whether `node` makes values of a stored tensor that has fewer bits, with a scale that is stored, too."""
-    stored = named.get(node.input[0]) if named.keys() >= {*node.input[:2]} else None
+    """Whether `node` makes values of a stored tensor that has fewer bits, with parameters that are stored, too."""
+    stored = named.get(node.input[0]) if named.keys() >= {*node.input} else None
     half = stored is not None and stored.data_type == onnx.TensorProto.FLOAT16
     return stored is not None and (node.op_type == "DequantizeLinear" or (node.op_type == "Cast" and half))
 
@@ -143,7 +143,7 @@ def _dequantize(node: Any, named: Mapping[str, Any], folder: Path) -> tuple[np.n
         raise ArtifactError(message, hint="copy or export the file again")
     shape = [-1 if number == axis % stored.ndim else 1 for number in range(stored.ndim)]
     fitted = (values.astype(np.float64).reshape(shape if values.ndim else []) for values in others)
-    scale, zero = [*fitted, np.array(1.0), np.array(0.0)][:2]
+    scale, zero = [*fitted, *[np.array(1.0), np.array(0.0)][len(others) :]][:2]
     values, half = represented_values(stored, scale)
     return values - zero * scale, half
 
@@ -164,8 +164,8 @@ def _read_array(tensor: Any, folder: Path) -> np.ndarray:
         tensor.CopyFrom(source)
     try:
         values: np.ndarray = numpy_helper.to_array(tensor, base_dir=str(folder))
-    except (ValueError, OSError) as error:
-        message = f"the tensor {tensor.name} is incomplete: {error}"
+    except (ValueError, OSError, onnx.checker.ValidationError) as error:  # the last for links to external data
+        message = f"the tensor {tensor.name} cannot be read: {first_line(error)}"
         raise ArtifactError(message, hint="copy or export the file again") from None
     return values
 

@@ -20,6 +20,7 @@ from torch import nn
 from vitcompress.errors import InputError, PrecisionError
 from vitcompress.exporters.base import Exported
 from vitcompress.exporters.onnx.export import export
+from vitcompress.exporters.onnx.file import read_contents
 from vitcompress.exporters.onnx.rounded import open_changed, rounded_logits, unsigned_integers
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.quantize.calibrate import calibrate
@@ -40,7 +41,7 @@ from vitcompress.io.checks import Check
 from vitcompress.io.files import file_sha256
 from vitcompress.models.create import input_config, plan_of
 from vitcompress.verify import outputs
-from vitcompress.verify.files import check_file, graph_checks
+from vitcompress.verify.files import check_file, compare_contents, graph_checks
 from vitcompress.verify.outputs import SHARES, Original, PlannedOriginal, output_checks
 from vitcompress.verify.tolerance import quantization_limit
 from vitcompress.verify.weights import compare_tensors, exported_module
@@ -547,8 +548,17 @@ def _shorter_scale(graph: Any, node: Any) -> None:
     scale.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(scale)[:-1], scale.name))
 
 
+def _computed_zero_point(graph: Any, node: Any) -> None:
+    graph.node.insert(0, onnx.helper.make_node("Identity", [node.input[2]], ["computed"]))
+    node.input[2] = "computed"
+
+
 def _unknown_type(graph: Any, node: Any) -> None:
     graph.initializer[0].data_type = 99
+
+
+def _undefined_type(graph: Any, node: Any) -> None:
+    graph.initializer[0].data_type = onnx.TensorProto.UNDEFINED
 
 
 def _wrong_sizes(graph: Any, node: Any) -> None:
@@ -558,7 +568,17 @@ def _wrong_sizes(graph: Any, node: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [_another_axis, _no_axis, _computed_scale, _shorter_scale, _unknown_type, _wrong_sizes]
+    "damage",
+    [
+        _another_axis,
+        _no_axis,
+        _computed_scale,
+        _computed_zero_point,
+        _shorter_scale,
+        _unknown_type,
+        _undefined_type,
+        _wrong_sizes,
+    ],
 )
 def test_a_damaged_graph_fails_its_checks(damage: Callable[[Any, Any], None], tmp_path: Path) -> None:
     """Whatever is wrong in it: other files of a folder are checked after it."""
@@ -571,6 +591,17 @@ def test_a_damaged_graph_fails_its_checks(damage: Callable[[Any, Any], None], tm
     checks, _ = check_file(done.path, PlannedOriginal(model(), X, plan=plan_of(model())))
     failed = {check.name for check in checks if check.verdict == "failed"}
     assert failed & {f"weights.{done.path.name}", f"agreement.{done.path.name}"}
+
+
+def test_the_zero_point_of_a_weight_may_be_omitted(tmp_path: Path) -> None:
+    """Without one it is 0."""
+    done = write(tmp_path)
+    file = onnx.load(str(done.path))
+    for node in (node for node in file.graph.node if node.op_type == "DequantizeLinear"):
+        if node.input[0].endswith(".weight_quantized"):
+            del node.input[2]
+    onnx.save(file, str(done.path))
+    assert compare_contents(read_contents(done.path), PlannedOriginal(model(), X, plan=plan_of(model()))).problems == ()
 
 
 @pytest.mark.parametrize(("key", "value"), [("precision", '"fp32"'), ("precision", '"fp8"'), ("quantization", "null")])

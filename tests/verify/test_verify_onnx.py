@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir
 import pytest
 import timm
 import torch
@@ -152,6 +153,40 @@ def test_a_file_that_is_not_well_formed_or_was_replaced(exported: Path, tmp_path
     assert set(wrong(structure_checks(edited(exported, tmp_path, passed_on), None))) == {"file"}
     (tmp_path / exported.name).write_bytes(b"nothing of the kind")
     assert set(wrong(structure_checks(tmp_path / exported.name, ORIGINAL))) == {"checker", "file"}
+
+
+def sparse_constant(model: Any) -> None:
+    values, places = helper.make_tensor("values", 1, [1], [1.0]), helper.make_tensor("places", 7, [1], [2])
+    sparse = helper.make_sparse_tensor(values, places, [300])
+    model.graph.node.insert(0, helper.make_node("Constant", [], ["unread"], sparse_value=sparse))
+
+
+def two_precisions(model: Any) -> None:
+    next(entry for entry in model.metadata_props if entry.key == "precision").value = '"int8"'
+
+
+@pytest.mark.parametrize("edit", [sparse_constant, two_precisions])
+def test_a_well_formed_graph_that_cannot_be_read_fails(
+    edit: Callable[[Any], None], exported: Path, tmp_path: Path
+) -> None:
+    model = onnx.load(str(exported))
+    edit(model)
+    onnx.save(model, tmp_path / "model.onnx")
+    checks = structure_checks(tmp_path / "model.onnx", ORIGINAL)
+    assert {check.name: check.verdict for check in checks} == {
+        "onnx.file": "failed",  # it has no sidecar
+        "onnx.checker": "passed",
+        "onnx.graph": "failed",
+    }
+
+
+def test_a_data_file_that_is_too_short_fails(exported: Path, tmp_path: Path) -> None:
+    model = onnx_ir.load(exported)
+    onnx_ir.save(model, tmp_path / "model.onnx", external_data="model.onnx.data", size_threshold_bytes=512)
+    assert set(wrong(structure_checks(tmp_path / "model.onnx", ORIGINAL))) == {"file"}
+    data = tmp_path / "model.onnx.data"
+    data.write_bytes(data.read_bytes()[:-400])
+    assert "graph" in wrong(structure_checks(tmp_path / "model.onnx", ORIGINAL))
 
 
 def test_a_graph_of_an_earlier_opset_is_read(tmp_path: Path) -> None:

@@ -262,6 +262,12 @@ def test_packed_values_are_no_constants(folder: Path) -> None:
     assert "packed (48x16) is no weight" in check_weights(load_model(folder), folder / "model.onnx").detail
 
 
+def test_text_in_a_node_is_no_place_for_weights(folder: Path) -> None:
+    node = helper.make_node("Constant", [], ["unread"], value_strings=["00"] * 33)
+    change(folder / "model.onnx", lambda graph: graph.node.insert(0, node))
+    assert "value_strings is a long list" in check_weights(load_model(folder), folder / "model.onnx").detail
+
+
 def test_biases_of_zero_may_be_omitted_and_others_may_not(folder: Path) -> None:
     model = load_model(folder)
     with torch.no_grad():

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import onnx
+from onnx_ir.serde import SerdeError
 from torch import nn
 
 from vitcompress.errors import ArtifactError, InputError, MissingExtraError, OutputError, first_line
@@ -110,7 +111,10 @@ def structure_checks(path: Path, original: PlannedOriginal | None) -> list[Check
     if path.suffix == ".onnx":
         checks.append(checker_check(path, label))
         if original is not None and checks[-1].verdict == "passed":  # other graphs may lack anything
-            checks += graph_checks(original.model, path, label)
+            try:
+                checks += graph_checks(original.model, path, label)
+            except (InputError, ValueError, SerdeError) as error:  # onnx_ir reads fewer graphs than onnx.checker
+                checks.append(Check(f"{label}.graph", "failed", detail=f"it cannot be read: {first_line(error)}"))
     return checks
 
 
