@@ -92,7 +92,7 @@ def resolve_model(
         arch, weights = "", arch if str(weights) == "hub" else weights
     file = WeightFile() if str(weights) in NOT_FILES else open_weights(weights)
     arch = arch or str(file.stated.get("model", ""))
-    if not arch:
+    if not arch and str(weights) not in NOT_FILES:
         raise InputError(f"{weights} does not name a timm architecture", hint=f"use --model NAME --weights {weights}")
     create.check_arguments(arch, args)
     own = {name: value for name, value in args.items() if name != create.OVERLAY}
