@@ -57,9 +57,9 @@ def reject_wrapper(model: nn.Module) -> None:
 def prepare_model(model: nn.Module) -> nn.Module:
     """Rewrite `model` in place into the equal model that its family describes, and return it.
 
-    Most models stay as they are, as do models that no family supports. Models with separate biases of q, k and v
-    (BEiT, DINOv3 with qkv bias) get them in the qkv layer, and a SwiGLU gets one layer for gate and values (DINOv3 S+),
-    so parameters change their names.
+    Most models stay as they are, as do models that no family supports. Separate layers of q, k and v (EVA-02) or
+    biases of them (BEiT, DINOv3 with qkv bias) are joined in the qkv layer, and a SwiGLU gets one layer for gate and
+    values (DINOv3 S+), so parameters change their names.
     """
     with contextlib.suppress(UnsupportedModelError):
         family_of(model).prepare(model)
