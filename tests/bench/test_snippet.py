@@ -88,3 +88,10 @@ def test_the_ten_lines_preprocess_images_like_the_evaluation(
     # timm scales by 255 and normalizes in float32, the lines in float64: four roundings of values up to 1 / std.
     atol = 4 * np.finfo(np.float32).eps * 2 / min(input.std)
     np.testing.assert_allclose(scope["images"], expected, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_the_lines_name_a_provider_that_computes_in_the_precision(precision: str) -> None:
+    """The CPU provider has no kernels for these."""
+    input = InputConfig((3, 8, 8), (0.5,) * 3, (0.5,) * 3, "bicubic", 1.0, "center").to_dict()
+    assert 'providers=["CUDAExecutionProvider"]' in snippet(input, {"file": "model.onnx", "precision": precision})
