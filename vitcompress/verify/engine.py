@@ -22,8 +22,7 @@ from vitcompress.surgery.shapes import PlannedTensor
 from vitcompress.verify.outputs import PlannedOriginal
 from vitcompress.verify.weights import WEIGHTS
 
-SETTINGS = ("precision", "opset")
-BUILD_SETTINGS = ("runtime_version", "sm", "batch", "tf32", "optimization_level", "hardware_compatible")
+SETTINGS = ("precision", "opset", "runtime_version", "sm", "batch", "tf32", "optimization_level", "hardware_compatible")
 
 
 def engine_checks(path: Path, original: PlannedOriginal) -> Iterator[Check]:
@@ -76,11 +75,7 @@ def _size_checks(path: Path, sidecar: Mapping[str, Any]) -> Iterator[Check]:
     """With layers removed and none narrowed, an engine is not larger than the dense one with the same settings."""
     dense = path.with_name(path.name.replace("model", "dense", 1))
     other = usable_sidecar(dense) if dense != path and dense.is_file() else {}
-    if other and _settings(sidecar) == _settings(other):
+    about, others = ({**one, **one.get("build", {})} for one in (sidecar, other))
+    if other and all(about.get(key) == others.get(key) for key in SETTINGS):
         size, most = float(path.stat().st_size), float(dense.stat().st_size)
         yield limit_check(f"{WEIGHTS}.{path.name}.bytes", size, most, f"bytes, at most those of {dense.name}")
-
-
-def _settings(sidecar: Mapping[str, Any]) -> list[object]:
-    """The settings that two engines must share for their sizes to be compared."""
-    return [*(sidecar.get(key) for key in SETTINGS), *(sidecar["build"].get(key) for key in BUILD_SETTINGS)]
