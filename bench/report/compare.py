@@ -94,8 +94,7 @@ def _accuracy(report: Report, model: Literal["dense", "compressed", "control"] =
 
 def _speed(report: Report) -> tuple[str, RatioRecord] | None:
     """Runtime, and the speed of the compressed over the dense model in it, with an interval and undisturbed if any."""
-    entries = sorted(report.get("bench") or (), key=lambda entry: bool(entry["disturbed"]))
-    speeds = [(a["runtime"], ratio) for entry in entries for a, _, ratio in pairs(entry)]
+    speeds = [(a["runtime"], ratio) for a, _, ratio in pairs(report.get("bench") or ())]
     return next((speed for speed in speeds if speed[1]["ci95"][1] is not None), speeds[0] if speeds else None)
 
 

@@ -13,6 +13,7 @@ from vitcompress.io.text import Columns, Table, escape_markdown, shorten_names
 from vitcompress.io.validation import check_record
 
 SETTINGS = ("runtime", "device", "precision", "threads", "input_type", "compile", "cuda_graph", "transfers")
+Pair = tuple[records.BenchRow, records.BenchRow, records.RatioRecord]  # dense, compressed
 SPEED_KEYS = records.SpeedRecord.__annotations__.keys()
 
 
@@ -82,13 +83,15 @@ def is_dense(artifact: str) -> bool:
     return any(part.startswith(DENSE) for part in Path(artifact).parts[-2:])
 
 
-def pairs(entry: records.BenchRecord) -> Iterator[tuple[records.BenchRow, records.BenchRow, records.RatioRecord]]:
-    """Rows and ratio of each dense and compressed artifact of a measurement that ran with the same settings."""
-    rows = {(row["artifact"], row["batch"]): row for row in entry["rows"]}
-    for ratio in entry["ratios"]:
-        a, b = (rows[name, ratio["batch"]] for name in (ratio["a"], ratio["b"]))
-        if is_dense(ratio["a"]) and not is_dense(ratio["b"]) and all(a.get(key) == b.get(key) for key in SETTINGS):
-            yield a, b, ratio
+def pairs(entries: Iterable[records.BenchRecord]) -> Iterator[Pair]:
+    """The dense and compressed artifacts that were measured with the same settings, first those without disturbance."""
+    for entry in sorted(entries, key=lambda entry: bool(entry.get("disturbed"))):
+        for row, ratio in _pair_ratios(entry):
+            if ratio is None:
+                first = row  # by its place: all variants of a folder have the same name
+            same = all(first.get(key) == row.get(key) for key in SETTINGS)
+            if ratio and same and is_dense(ratio["a"]) and not is_dense(ratio["b"]):
+                yield first, row, ratio
 
 
 def list_warnings(entries: Iterable[records.BenchRecord]) -> list[str]:
@@ -106,15 +109,11 @@ def speed_rows(entries: Iterable[records.BenchRecord]) -> Iterator[tuple[str, ..
 
     Of measurements of one pair with the same settings, the latest that was not disturbed, else the latest.
     """
-    best: dict[tuple[Any, ...], tuple[bool, Any]] = {}
-    for entry in entries:
-        disturbed = bool(entry.get("disturbed"))
-        for pair in pairs(entry):
-            key = pair[0]["artifact"], pair[1]["artifact"], pair[2]["batch"], *map(pair[0].get, SETTINGS)
-            if key not in best or (best[key][0] and not disturbed):
-                best[key] = disturbed, pair
-    several = len({dense["threads"] for _, (dense, *_) in best.values()}) > 1
-    for _, (dense, compressed, ratio) in best.values():
+    best: dict[tuple[Any, ...], Any] = {}
+    for pair in pairs(entries):
+        best.setdefault((pair[0]["artifact"], pair[1]["artifact"], pair[2]["batch"], *map(pair[0].get, SETTINGS)), pair)
+    several = len({dense["threads"] for dense, *_ in best.values()}) > 1
+    for dense, compressed, ratio in best.values():
         threads = f", threads {dense['threads']}" * (several and dense["threads"] is not None)
         where = f"{dense['runtime']} {dense['device']} {_format_precision(dense)}{threads}, batch {dense['batch']}"
         times = [row["latency_ms"]["p50"] for row in (dense, compressed)]

@@ -17,9 +17,10 @@ from command_line import RECIPE, copy_run, images
 from PIL import Image
 
 from vitcompress import cli
-from vitcompress.bench.report.measurements import match_rows
+from vitcompress.bench.report.measurements import match_rows, pairs
 from vitcompress.bench.report.page import write_report
 from vitcompress.bench.report.run import markdown
+from vitcompress.pipeline.folder import dense_folder_of_run
 
 SPEED = ("--protocol", "paper", "--batch", "2", "--warmup", "1", "--runs", "8")
 WITHOUT_US = "import sys; sys.modules.update(dict.fromkeys(['vitcompress', 'torch', 'timm'])); "
@@ -120,6 +121,17 @@ def test_a_speed_is_shown_for_the_measured_file_only(folder: Path) -> None:
     call("export", "run", "--opset", "21")  # another file of the same name
     assert rows(folder)["model.onnx"]["speed"] is None
     assert rows(folder)["dense.onnx"]["speed"] is not None
+
+
+def test_a_speed_up_is_that_of_its_variant(folder: Path) -> None:
+    """All variants of a folder have the same name in its report, which showed the figures of the last one."""
+    dense = str(dense_folder_of_run(folder))
+    measured = json.loads(call("bench", dense, "run", "--variants", "fp32,bf16", *SPEED, "--json"))
+    entry, *_ = json.loads((folder / "bench.json").read_text())
+    ((before, after, ratio),) = pairs([entry])
+    assert [row["precision"] for row in (before, after)] == ["fp32", "fp32"]
+    assert [row["samples_ms"] for row in (before, after)] == [measured["rows"][i]["samples_ms"] for i in (0, 2)]
+    assert ratio["median"] == measured["ratios"][1]["median"]
 
 
 def test_a_changed_file_has_no_figures(folder: Path) -> None:

@@ -102,7 +102,7 @@ def test_reports_take_the_speeds_of_a_study(whole: tuple[Path, dict[str, Any]], 
     run, other = str(folder / "random_2-seed0"), tmp_path / "other.json"
     done = CliRunner().invoke(cli.main, ["report", run, "--json", "--bench", str(folder / "speed.json")])
     (entry,) = json.loads(done.stdout)["runs"][run]["bench"]
-    assert [ratio["median"] for _, _, ratio in pairs(entry)] == [speeds["ratios"][1]["median"]]
+    assert [ratio["median"] for _, _, ratio in pairs([entry])] == [speeds["ratios"][1]["median"]]
     other.write_text(json.dumps({**speeds, "rows": [{**row, "sha256": "0" * 64} for row in speeds["rows"]]}))
     done = CliRunner().invoke(cli.main, ["report", run, "--json", "--bench", str(other)])
     assert done.exit_code == 2 and "no measurement of the present files of" in json.loads(done.stdout)["error"]
