@@ -11,7 +11,7 @@ import torch
 from timm.data import resolve_data_config
 
 from vitcompress.bench.report import records
-from vitcompress.bench.report.measurements import find_speed, read_benchmarks
+from vitcompress.bench.report.measurements import SETTINGS, find_speed, read_benchmarks
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, open_runner
 from vitcompress.exporters.sidecar import read_classes
@@ -163,7 +163,7 @@ def _evaluate(
     loader = EvalLoader(images, runner.input, max(options.batch, least), runtime)
     accuracy, mask, _ = evaluate_images(runner.predict, loader, runtime)
     progress.note(f"{accuracy.correct} of {accuracy.total} correct")
-    settings = {key: known[key] for key in ("runtime", "device", "precision", "compile", "cuda_graph", "transfers")}
+    settings = {key: known[key] for key in SETTINGS if key in known and key != "threads"}
     row = {
         **{key: known[key] for key in ("artifact", "runtime", "device", "precision", "threads", "sha256")},
         **accuracy.to_dict(),

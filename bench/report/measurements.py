@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from vitcompress.bench.report import records
+from vitcompress.exporters.onnx.providers import DEFAULTS
 from vitcompress.exporters.sidecar import DENSE
 from vitcompress.io import text
 from vitcompress.io.files import read_json
 from vitcompress.io.text import Columns, Table, escape_markdown, shorten_names
 from vitcompress.io.validation import check_record
 
-SETTINGS = ("runtime", "device", "precision", "threads", "input_type", "compile", "cuda_graph", "transfers")
+SETTINGS = ("runtime", "provider", "device", "precision", "threads", "input_type", "compile", "cuda_graph", "transfers")
 Pair = tuple[records.BenchRow, records.BenchRow, records.RatioRecord]  # dense, compressed
 SPEED_KEYS = records.SpeedRecord.__annotations__.keys()
 
@@ -154,6 +155,7 @@ def _pair_ratios(entry: records.BenchRecord) -> Iterator[tuple[records.BenchRow,
 
 def _format_precision(row: records.BenchRow) -> str:
     modes = {"compile": row["compile"], "cuda graph": row["cuda_graph"], "transfers": row["transfers"]}
+    modes[str(row["provider"])] = row["provider"] not in (None, DEFAULTS.get(row["device"].partition(":")[0]))
     modes["uint8"] = row.get("input_type") == "uint8"  # then normalization is timed too
     return row["precision"] + "".join(f" +{mode}" for mode, used in modes.items() if used)
 

@@ -108,6 +108,7 @@ def test_a_pair_of_models_has_one_speed_up() -> None:
     def row(name: str, rate: float, p50: float) -> dict[str, object]:
         about = {"runtime": "onnxruntime", "device": "cpu", "precision": "fp32", "batch": 2, "artifact": name}
         about |= {"compile": False, "cuda_graph": False, "transfers": False, "threads": 1}
+        about["provider"] = "CPUExecutionProvider"
         return about | {"images_per_second": rate, "latency_ms": {"p50": p50}}
 
     def cells(high: float | None) -> list[tuple[str, ...]]:
@@ -354,6 +355,18 @@ def test_the_summary_states_threads_if_they_differ(measured: tuple[Path, dict[st
         rows = run.summary_table({**measured[1], "bench": entries[:count]}).rows
         names = [row[0] for row in rows if row[0].startswith("speed-up")]
         assert len(set(names)) == count and sum(", threads " in name for name in names) == named
+
+
+def test_the_summary_separates_providers(measured: tuple[Path, dict[str, Any]]) -> None:
+    (entry, *_) = measured[1]["bench"]
+    entries = [
+        {**entry, "rows": [{**row, "device": "cuda:0", "provider": provider} for row in entry["rows"]]}
+        for provider in ("CUDAExecutionProvider", "TensorrtExecutionProvider")
+    ]
+    names = [row[0] for row in run.summary_table({**measured[1], "bench": entries}).rows]
+    named = ["fp32 +TensorrtExecutionProvider" in name for name in names if name.startswith("speed-up")]
+    assert named == [False, True]
+    assert len({row[2] for row in bench_table(entries).rows}) == 2
 
 
 def test_the_cost_of_a_model_fits_the_report() -> None:
