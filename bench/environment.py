@@ -10,7 +10,7 @@ import torch
 from vitcompress.bench import gpu_monitor, machine, timing
 from vitcompress.bench.report.records import BenchRow, Conditions, MachineRecord, MemoryRecord, RunnerRecord
 from vitcompress.io import hardware
-from vitcompress.io.text import format_shape
+from vitcompress.io.text import format_shape, join_names
 
 DRIFT = 0.05  # relative difference between last and first third above which drift is reported
 NOISY = {"cuda": 0.025, "cpu": 0.10}  # variation of the runs that is reported as noise; on GPUs the limit of trtexec
@@ -161,12 +161,9 @@ def comparison_warnings(rows: Sequence[BenchRow], *, transfers: bool = False) ->
         "numbers of threads": lambda row: row["threads"] if _kind(row) == "cpu" else None,
     }
     for what, get in properties.items():
-        groups: dict[str, dict[str, None]] = {}  # value -> artifacts, each once and in order
-        for row in rows:
-            if (value := get(row)) is not None:
-                groups.setdefault(str(value), {})[row["artifact"]] = None
+        groups = join_names((str(value), row["artifact"]) for row in rows if (value := get(row)) is not None)
         if len(groups) > 1:
-            listing = "; ".join(f"{value}: {', '.join(names)}" for value, names in groups.items())
+            listing = "; ".join(f"{value}: {names}" for value, names in groups.items())
             yield f"the ratios compare different {what} ({listing})"
     if transfers and (names := [row["artifact"] for row in rows if _kind(row) == "cpu"]):
         yield f"--transfers has no effect on the CPU, where nothing is copied ({', '.join(dict.fromkeys(names))})"

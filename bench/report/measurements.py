@@ -10,7 +10,7 @@ from vitcompress.exporters.onnx.providers import DEFAULTS
 from vitcompress.exporters.sidecar import DENSE
 from vitcompress.io import text
 from vitcompress.io.files import read_json
-from vitcompress.io.text import Columns, Table, escape_markdown, shorten_names
+from vitcompress.io.text import Columns, Table, escape_markdown, join_names, shorten_names
 from vitcompress.io.validation import check_record
 
 SETTINGS = ("runtime", "provider", "device", "precision", "threads", "input_type", "compile", "cuda_graph", "transfers")
@@ -97,12 +97,12 @@ def pairs(entries: Iterable[records.BenchRecord]) -> Iterator[Pair]:
 
 def list_warnings(entries: Iterable[records.BenchRecord]) -> list[str]:
     """Warnings and notes of several measurements, each once with the runtimes that it applies to."""
-    runtimes: dict[str, list[str]] = {}
-    for entry in entries:
-        names = [row["artifact"] for row in entry["rows"]]
-        for line in (*entry["warnings"], *entry["notes"]):
-            runtimes.setdefault(shorten_names(line, names), []).append(entry["rows"][0]["runtime"])
-    return [f"- note ({', '.join(dict.fromkeys(names))}): {line}" for line, names in runtimes.items()]
+    lines = (
+        (shorten_names(line, [row["artifact"] for row in entry["rows"]]), entry["rows"][0]["runtime"])
+        for entry in entries
+        for line in (*entry["warnings"], *entry["notes"])
+    )
+    return [f"- note ({names}): {line}" for line, names in join_names(lines).items()]
 
 
 def speed_rows(entries: Iterable[records.BenchRecord]) -> Iterator[tuple[str, ...]]:
@@ -167,11 +167,13 @@ def _format_peak(memory: records.MemoryRecord) -> str:
 
 
 def describe_conditions(entries: Sequence[records.BenchRecord]) -> list[str]:
-    """Machine, settings, ratios and warnings of the measurements."""
-    machine, row = entries[0]["machine"], entries[0]["rows"][0]
+    """Machines, settings and warnings of the measurements, each once with the runtimes that it applies to."""
+    rows = ((_describe_settings(entry["machine"], row), row["runtime"]) for entry in entries for row in entry["rows"])
+    settings = [f"- {names}: {line}" for line, names in join_names(rows).items()]
+    return ["Artifacts are interleaved.", "\n".join(map(escape_markdown, [*settings, *list_warnings(entries)]))]
+
+
+def _describe_settings(machine: records.MachineRecord, row: records.BenchRow) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     hardware = ", ".join([machine["cpu"], f"{machine['cpu_cores_usable']} cores", *machine["gpus"]])
-    tf32 = [f"{e['rows'][0]['runtime']}: TF32 {'on' if e['rows'][0]['tf32'] else 'off'}" for e in entries]
-    about = "; ".join(dict.fromkeys(tf32))
-    settings = f"Measured on {hardware}; {versions}. Artifacts are interleaved; input: {row['input']}. {about}."
-    return [escape_markdown(settings), "\n".join(map(escape_markdown, list_warnings(entries)))]
+    return f"{hardware}; {versions}; input: {row['input']}; TF32 {'on' if row['tf32'] else 'off'}"

@@ -12,7 +12,7 @@ from PIL import Image
 
 from vitcompress.bench import suite
 from vitcompress.bench.report import compare, page, run
-from vitcompress.bench.report.measurements import bench_table, describe_speedup, list_warnings
+from vitcompress.bench.report.measurements import bench_table, describe_conditions, describe_speedup, list_warnings
 from vitcompress.cli.output import tables
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters.onnx.export import export
@@ -367,6 +367,17 @@ def test_the_summary_separates_providers(measured: tuple[Path, dict[str, Any]]) 
     named = ["fp32 +TensorrtExecutionProvider" in name for name in names if name.startswith("speed-up")]
     assert named == [False, True]
     assert len({row[2] for row in bench_table(entries).rows}) == 2
+
+
+def test_the_page_names_every_machine_and_input(measured: tuple[Path, dict[str, Any]]) -> None:
+    """Measurements of the target, which `report --bench` adds, had the machine and the input of the first one."""
+    (entry, *_) = measured[1]["bench"]
+    assert describe_conditions([entry, entry]) == describe_conditions([entry])
+    target = {**entry, "machine": {**entry["machine"], "cpu": "ARM N1"}}
+    target["rows"] = [{**row, "runtime": "openvino", "input": "bytes of images", "tf32": True} for row in entry["rows"]]
+    here, there, *_ = describe_conditions([entry, target])[1].replace("\\", "").splitlines()
+    assert here.startswith(f"- onnxruntime: {entry['machine']['cpu']}, ") and there.startswith("- openvino: ARM N1, ")
+    assert here.endswith("there is nothing to transfer; TF32 off") and there.endswith("bytes of images; TF32 on")
 
 
 def test_the_cost_of_a_model_fits_the_report() -> None:

@@ -103,6 +103,14 @@ def shorten_paths(names: Iterable[str]) -> dict[str, str]:
     return result
 
 
+def join_names(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Pairs of text and name as text -> its names, each once: `{"noisy": "torch, openvino"}`."""
+    names: dict[str, list[str]] = {}
+    for text, name in pairs:
+        names.setdefault(text, []).append(name)
+    return {text: ", ".join(dict.fromkeys(own)) for text, own in names.items()}
+
+
 def escape_markdown(text: str) -> str:
     """`text` on one line, without effect as Markdown or HTML: names of classes and files may contain anything."""
     line = html.escape(printable(" ".join(text.split())), quote=False)

@@ -19,7 +19,7 @@ from torch import nn
 
 from vitcompress.errors import InputError, WeightsError
 from vitcompress.io.files import decode_json_values, read_json, read_text
-from vitcompress.io.text import describe_value
+from vitcompress.io.text import describe_value, join_names
 from vitcompress.models import create
 from vitcompress.models.arguments import Shapes, base_of, describe_shapes, read_arguments, shapes_of
 from vitcompress.models.preprocessing import NAMES, Preprocessing
@@ -48,10 +48,7 @@ class Setting:
 
 def list_by_source(settings: Iterable[Setting]) -> dict[str, str]:
     """Source -> the settings from there, as text."""
-    texts: dict[str, list[str]] = {}
-    for setting in settings:
-        texts.setdefault(setting.source, []).append(f"{setting.name} {describe_value(setting.value)}")
-    return {source: ", ".join(of_source) for source, of_source in texts.items()}
+    return join_names((setting.source, f"{setting.name} {describe_value(setting.value)}") for setting in settings)
 
 
 @dataclass(frozen=True)
