@@ -175,13 +175,10 @@ def _find_gathered(stored: Stored, missing: Mapping[str, Tensor], tensors: Mappi
         # torch.onnx computes results of up to 8,192 values in advance: the graph reshapes larger biases.
         rows = table.detach().cpu()[index.flatten().cpu()]
         for biases in (rows, rows.T.view(-1, *index.shape)):
-            if values.shape[-biases.ndim :] == biases.shape and _is_masked(values, biases):
+            masked = biases + WINDOW_MASK
+            if values.shape[-biases.ndim :] == biases.shape and ((values == biases) | (values == masked)).all():
                 return name
     return None
-
-
-def _is_masked(values: Tensor, biases: Tensor) -> bool:
-    return bool(((values == biases) | (values == biases + WINDOW_MASK)).all())
 
 
 def _is_constant(stored: Stored) -> bool:
