@@ -23,6 +23,7 @@ from contracts import (
     without_act,
 )
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import vitcompress as vc
 from vitcompress.errors import ArtifactError, InputError, PlanError, VitcompressError, WeightsError
@@ -329,6 +330,12 @@ def test_checkpoints_with_averaged_weights_and_the_options_of_their_script(other
     assert tensors["a"].tolist() == [1, 1] and part == averaged
     torch.save({"a": torch.ones(2)}, tmp_path / "plain.pth")
     assert read_checkpoint(tmp_path / "plain.pth")[1] is None
+
+
+def test_checkpoints_of_averaged_models_are_read(tmp_path: Path) -> None:
+    layer = torch.nn.Linear(2, 2)
+    torch.save({"model": {}, "model_ema": AveragedModel(layer).state_dict()}, tmp_path / "w.pth")
+    assert read_checkpoint(tmp_path / "w.pth")[0].keys() == {"weight", "bias"}
 
 
 def test_options_of_a_script_that_would_run_code_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -722,6 +722,8 @@ def test_a_folder_belongs_to_one_training(tmp_path: Path) -> None:
     for rejected in (other, vc.prune(model(), vc.plan(model(), "fixed", activation=[0]))):
         with pytest.raises(InputError, match="contains a training of another model"):
             vc.finetune(rejected, batches(), epochs=1, folder=tmp_path)
+    with pytest.raises(InputError, match="of another model or call"):
+        vc.finetune(network, batches(), epochs=1, amp="bf16", folder=tmp_path)
     assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
     for same in (model(), network):  # the model before and after the training
         assert vc.finetune(same, batches(), epochs=1, folder=tmp_path) == trained

@@ -122,15 +122,26 @@ def test_mistakes_are_those_that_accuracy_counts(whole: tuple[Path, dict[str, An
 def test_a_study_that_was_killed_gives_the_same_result(
     tiny: Path, whole: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
-    """Killed by SIGKILL with two processes at work; these end, too."""
+    """Killed by SIGKILL with two processes at work: first one of these, then the study, with which they end."""
     words = [sys.executable, "-m", "vitcompress", "study", str(tiny), "--out", str(tmp_path / "s"), "--seeds", "1"]
     words += ["--jobs", "2", "--speed", "later", "--json"]
-    process = subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    while not list(tmp_path.glob("s/*/state/recovery")) and process.poll() is None:
-        time.sleep(0.005)
-    assert process.poll() is None
+
+    def start(is_ready: Callable[[int], bool]) -> subprocess.Popen[str]:
+        process = subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        while not is_ready(process.pid) and process.poll() is None:
+            time.sleep(0.005)
+        assert process.poll() is None
+        return process
+
+    def runs_of(pid: int) -> list[int]:
+        return [child for child in children(pid) if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+    process = start(lambda pid: any(tmp_path.glob("s/*/state/recovery")))
+    os.kill(runs_of(process.pid)[0], signal.SIGKILL)  # as the system does if memory runs out
+    message = json.loads(process.communicate()[0])["error"]
+    assert (process.returncode, message) == (1, "the process of a run was killed, probably for lack of memory")
+    process = start(lambda pid: len(runs_of(pid)) == 2)
     workers = children(process.pid)
-    assert len(workers) >= 2
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     deadline = time.monotonic() + 60

@@ -212,7 +212,7 @@ def finetune(  # noqa: PLR0913 (each argument is public and has a default)
         heldout = None if val_data is None else open_source(val_data, runtime, model)
         source = open_source(train_data, runtime, model)
         structure = tensors_digest((), str(getattr(model, "plan", model)))
-        with _recorded(state / "model.json", {"structure": structure}, model, "training"):
+        with _recorded(state / "model.json", {"structure": structure, "amp": amp}, model, "training"):
             return train(model, source, heldout, settings, at, TrainingControls(teacher=teacher))
 
 

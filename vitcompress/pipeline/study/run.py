@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from itertools import groupby, product
 from pathlib import Path
@@ -166,6 +167,9 @@ def _run_in_processes(runs: Sequence[Run], jobs: int) -> Iterator[Outcome]:
         try:
             for future in as_completed([pool.submit(_execute, run) for run in runs]):
                 yield future.result()
+        except BrokenProcessPool:
+            message = "the process of a run was killed, probably for lack of memory"
+            raise VitcompressError(message, hint="the same command with fewer --jobs continues the study") from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
