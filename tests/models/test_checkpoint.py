@@ -334,8 +334,11 @@ def test_checkpoints_with_averaged_weights_and_the_options_of_their_script(other
 
 def test_checkpoints_of_averaged_models_are_read(tmp_path: Path) -> None:
     layer = torch.nn.Linear(2, 2)
-    torch.save({"model": {}, "model_ema": AveragedModel(layer).state_dict()}, tmp_path / "w.pth")
-    assert read_checkpoint(tmp_path / "w.pth")[0].keys() == {"weight", "bias"}
+    averaged = AveragedModel(layer).state_dict()
+    torch.save({"model": {}, "model_ema": averaged}, tmp_path / "w.pth")
+    save_tensors(tmp_path / "w.safetensors", averaged)
+    for name in ("w.pth", "w.safetensors"):
+        assert read_checkpoint(tmp_path / name)[0].keys() == {"weight", "bias"}
 
 
 def test_options_of_a_script_that_would_run_code_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

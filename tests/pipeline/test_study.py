@@ -122,7 +122,7 @@ def test_mistakes_are_those_that_accuracy_counts(whole: tuple[Path, dict[str, An
 def test_a_study_that_was_killed_gives_the_same_result(
     tiny: Path, whole: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
-    """Killed by SIGKILL with two processes at work: first one of these, then the study, with which they end."""
+    """Killed by SIGKILL with two processes at work, which end too, and again one of these, as without memory."""
     words = [sys.executable, "-m", "vitcompress", "study", str(tiny), "--out", str(tmp_path / "s"), "--seeds", "1"]
     words += ["--jobs", "2", "--speed", "later", "--json"]
 
@@ -133,21 +133,19 @@ def test_a_study_that_was_killed_gives_the_same_result(
         assert process.poll() is None
         return process
 
-    def runs_of(pid: int) -> list[int]:
-        return [child for child in children(pid) if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
-
     process = start(lambda pid: any(tmp_path.glob("s/*/state/recovery")))
-    os.kill(runs_of(process.pid)[0], signal.SIGKILL)  # as the system does if memory runs out
-    message = json.loads(process.communicate()[0])["error"]
-    assert (process.returncode, message) == (1, "the process of a run was killed, probably for lack of memory")
-    process = start(lambda pid: len(runs_of(pid)) == 2)
     workers = children(process.pid)
+    assert len(workers) >= 2
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     deadline = time.monotonic() + 60
     while any(map(alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(alive, workers))
+    process = start(lambda pid: len(children(pid, "spawn_main")) == 2)
+    os.kill(children(process.pid, "spawn_main")[0], signal.SIGKILL)
+    message = json.loads(process.communicate()[0])["error"]
+    assert (process.returncode, message) == (1, "the process of a run was killed, probably for lack of memory")
     assert not (tmp_path / "s" / "study.json").exists()
     words[words.index("--jobs") + 1] = "1"
     done = CliRunner().invoke(cli.main, words[words.index("study") :])
@@ -161,9 +159,11 @@ def test_a_study_that_was_killed_gives_the_same_result(
         assert weights[0] == weights[1]
 
 
-def children(pid: int) -> list[int]:
-    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False)
-    return [int(word) for word in listed.stdout.split()]
+def children(pid: int, word: str = "") -> list[int]:
+    """The processes that `pid` has started, with `word` in their command lines."""
+    command = ["ps", "-o", "pid=,args=", "--ppid", str(pid)]
+    listed = subprocess.run(command, capture_output=True, text=True, check=False)
+    return [int(line.split()[0]) for line in listed.stdout.splitlines() if word in line]
 
 
 def alive(pid: int) -> bool:

@@ -87,7 +87,7 @@ def read_checkpoint(path: Path, *, wrapped: bool = True) -> tuple[dict[str, Tens
         if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
             raise WeightsError(f"{path} is not a state dict of tensors", hint="save model.state_dict()")
         content = {} if part is None else {**content, part: None}
-        tensors.pop("n_averaged", None)  # of torch.optim.swa_utils.AveragedModel
+    tensors.pop("n_averaged", None)  # of torch.optim.swa_utils.AveragedModel
     for name, tensor in tensors.items():
         if tensor.dtype not in TYPES or tensor.layout != torch.strided or tensor.is_meta:
             about = f"{tensor.dtype}, {tensor.layout}, {tensor.device}".replace("torch.", "")

@@ -191,7 +191,7 @@ def finetune(  # noqa: PLR0913 (each argument is public and has a default)
         options: fields of `TrainOptions`, such as `epochs`, `batch_size`, `lr`, `distillation`.
 
     Raises:
-        InputError: options that contradict the data, the model or each other, or the `folder` of another model.
+        InputError: options that contradict the data, the model or each other, or the `folder` of another call.
         VitcompressError: the loss is no longer finite.
 
     Example:
