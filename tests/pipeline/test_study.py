@@ -142,7 +142,7 @@ def test_a_study_that_was_killed_gives_the_same_result(
     while any(map(alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(alive, workers))
-    process = start(lambda pid: len(children(pid, "spawn_main")) == 2)
+    process = start(lambda pid: bool(children(pid, "spawn_main")))  # of two, unless one run was done already
     os.kill(children(process.pid, "spawn_main")[0], signal.SIGKILL)
     message = json.loads(process.communicate()[0])["error"]
     assert (process.returncode, message) == (1, "the process of a run was killed, probably for lack of memory")
