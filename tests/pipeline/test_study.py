@@ -122,7 +122,7 @@ def test_mistakes_are_those_that_accuracy_counts(whole: tuple[Path, dict[str, An
 def test_a_study_that_was_killed_gives_the_same_result(
     tiny: Path, whole: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
-    """Killed by SIGKILL with two processes at work, which end too, and again one of these, as without memory."""
+    """One process is killed by SIGKILL, as without memory, then the parent of two at work, which end too."""
     words = [sys.executable, "-m", "vitcompress", "study", str(tiny), "--out", str(tmp_path / "s"), "--seeds", "1"]
     words += ["--jobs", "2", "--speed", "later", "--json"]
 
@@ -133,6 +133,11 @@ def test_a_study_that_was_killed_gives_the_same_result(
         assert process.poll() is None
         return process
 
+    process = start(lambda pid: bool(children(pid, "spawn_main")))  # no run is done yet
+    os.kill(children(process.pid, "spawn_main")[0], signal.SIGKILL)
+    message = json.loads(process.communicate()[0])["error"]
+    assert (process.returncode, message) == (1, "the process of a run was killed, probably for lack of memory")
+    assert not (tmp_path / "s" / "study.json").exists()
     process = start(lambda pid: any(tmp_path.glob("s/*/state/recovery")))
     workers = children(process.pid)
     assert len(workers) >= 2
@@ -142,11 +147,6 @@ def test_a_study_that_was_killed_gives_the_same_result(
     while any(map(alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(alive, workers))
-    process = start(lambda pid: bool(children(pid, "spawn_main")))  # of two, unless one run was done already
-    os.kill(children(process.pid, "spawn_main")[0], signal.SIGKILL)
-    message = json.loads(process.communicate()[0])["error"]
-    assert (process.returncode, message) == (1, "the process of a run was killed, probably for lack of memory")
-    assert not (tmp_path / "s" / "study.json").exists()
     words[words.index("--jobs") + 1] = "1"
     done = CliRunner().invoke(cli.main, words[words.index("study") :])
     assert done.exit_code == 0, done.stderr
