@@ -9,6 +9,7 @@ from method_world import context, model
 from torch import Tensor, nn
 
 from vitcompress import surgery
+from vitcompress.errors import InputError
 from vitcompress.methods import depth
 from vitcompress.methods.base import Context
 from vitcompress.methods.calibration import calibration_images, training_subset
@@ -56,6 +57,13 @@ def test_streaming_equals_all_features_at_once(world: tuple[nn.Module, Context])
     assert (result.images, len(result.resampled)) == (30, OPTIONS.resamples)
     right = logits_of(vit, about).argmax(dim=1).numpy() == training_subset(about, 10).labels
     assert result.accuracy == pytest.approx(100 * right.mean())
+
+
+def test_outputs_of_tokens_are_rejected(tmp_path: Path) -> None:
+    vit = model(global_pool="")
+    about = context(tmp_path, vit)
+    with pytest.raises(InputError, match=r"outputs \(5, 3\) for an image, not one logit per class"):
+        entropies(gated(vit, about), [()], about, OPTIONS)
 
 
 @pytest.mark.parametrize("sizes", [(7, 1, 40, 2), (50,), (1,) * 50])

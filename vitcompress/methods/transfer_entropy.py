@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vitcompress.errors import InputError
 from vitcompress.families.base import Site
 from vitcompress.methods.base import Context
 from vitcompress.methods.calibration import calibration_images
@@ -84,7 +85,9 @@ def entropies(
             for i, names in enumerate(removed):
                 for site in before:
                     gated.set_gate(site, 0.0 if site in names else 1.0)
-                logits = gated(images)
+                if (logits := gated(images)).ndim != 2:
+                    message = f"the model outputs {tuple(logits.shape[1:])} for an image, not one logit per class"
+                    raise InputError(message, hint='create it with another global_pool, such as "avg"')
                 correct[i] += (logits.argmax(dim=1) == targets).sum().item()
                 features = (logits.cpu() if logits.device.type == "mps" else logits).double()  # MPS has no float64
                 if i not in centers:  # the same one in all processes
