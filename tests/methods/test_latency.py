@@ -11,10 +11,11 @@ from whole_runs import RecordedProgress
 
 from vitcompress import surgery
 from vitcompress.errors import PlanError
+from vitcompress.families.base import SiteKind
 from vitcompress.io.files import read_json
-from vitcompress.methods import latency, width
+from vitcompress.methods import depth, latency, width
 from vitcompress.methods.base import Context, Goal, Measured, read_memo
-from vitcompress.methods.options import Alignment
+from vitcompress.methods.options import Alignment, FixedOptions
 from vitcompress.methods.options import IsomorphicOptions as Options
 from vitcompress.methods.table import METHODS
 from vitcompress.plan import Plan
@@ -135,6 +136,18 @@ def times_of(method: str) -> list[float]:
     around = context(Path(), vit)
     sizes = latency.list_sizes(METHODS[method], vit, around.family, around.plan, SIZED[method])
     return [size(width.deploy(vit, around.plan, delta)) for _, delta in sizes]
+
+
+@pytest.mark.parametrize("kind", ["attention", "activation"])
+def test_a_model_without_attentions_or_ffns_has_no_sizes_of_a_standard_model(kind: SiteKind, tmp_path: Path) -> None:
+    vit = model()
+    removed: depth.Blocks = {kind: (0, 1, 2)}
+    plan = depth.plan_layers(vit, context(tmp_path, vit).plan, removed, FixedOptions())
+    vit = surgery.apply_plan(vit, plan)
+    plan = surgery.fold_linears(vit, plan).plan
+    options = replace(SIZED["upvit"], target="latency", amount=1.0)
+    with pytest.raises(PlanError, match="upvit has no sizes to choose by a latency"):
+        latency.plan_step(METHODS["upvit"], vit, context(tmp_path, vit, plan=plan, latency=clock(size)), options)
 
 
 @pytest.mark.parametrize("method", SIZED)

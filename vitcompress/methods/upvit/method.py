@@ -96,8 +96,8 @@ def estimate(model: nn.Module, family: Family, options: Options) -> list[Estimat
 def resize(options: Options, model: nn.Module, family: Family, strength: float) -> Options:
     """Sizes between those of the model and target_args. Raises PlanError for other arguments than sizes of a ViT."""
     spaces = {space.kind: space for space in family.spaces(model)}
-    width, heads = spaces["residual"].size, spaces["v"].heads
-    depth, ratio = len(family.blocks(model)), spaces["mlp"].size / width
+    width, heads = (stream := spaces["residual"]).size, spaces.get("v", stream).heads  # a stream has one head
+    depth, ratio = len(family.blocks(model)), spaces.get("mlp", stream).size / width
     own = {"depth": depth, "num_heads": heads, "embed_dim": width, "mlp_ratio": ratio}
     if wrong := sorted(set(options.target_args) - set(own)):
         raise PlanError(f"target_args.{wrong[0]} cannot be chosen by a latency", hint=f"set any of {', '.join(own)}")
