@@ -10,7 +10,9 @@ from method_world import context, model
 from vitcompress.errors import InputError
 from vitcompress.methods.base import context_for
 from vitcompress.methods.calibration import accuracy, calibration_images, search_options, training_subset
+from vitcompress.methods.options import RecoverOptions, SeroOptions
 from vitcompress.methods.scores import gradients
+from vitcompress.methods.table import METHODS
 from vitcompress.plan import Plan
 from vitcompress.training.options import TrainOptions
 
@@ -34,6 +36,8 @@ def test_a_method_without_data_names_the_argument(tmp_path: Path) -> None:
         lambda: calibration_images(around, 4),
         lambda: training_subset(around, 2),
         lambda: accuracy(model(), around),
+        lambda: METHODS["recover"].plan(model(), around, RecoverOptions()),
+        lambda: METHODS["sero"].plan(model(), around, SeroOptions(round_to=2)),
     ):
         with pytest.raises(InputError, match=r"no .* images") as caught:
             read()

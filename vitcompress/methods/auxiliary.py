@@ -14,6 +14,7 @@ from torch import nn
 from vitcompress import surgery
 from vitcompress.io.text import Columns, Table
 from vitcompress.methods.base import Context, Estimate, Method, StepInfo, StepReport, read_memo, reject_unused
+from vitcompress.methods.calibration import training_subset
 from vitcompress.methods.options import FoldOptions, RecoverOptions
 from vitcompress.plan import Plan
 from vitcompress.training.options import TrainOptions
@@ -22,10 +23,10 @@ from vitcompress.training.trainer import TrainingControls
 
 def recover(model: nn.Module, context: Context, options: RecoverOptions) -> Plan:
     """Train a copy of `model` as the recipe's recovery does, teacher included, and hand its weights over."""
-    copy = deepcopy(model)
-    data, label, settings = context.data, "recovery between steps", recovery_settings(context.train, options)
+    copy, images, heldout = deepcopy(model), training_subset(context, 0), context.data.heldout
+    label, settings = "recovery between steps", recovery_settings(context.train, options)
     controls = TrainingControls(context.teacher())
-    context.run_training(copy, data.train, data.heldout, settings, "training", label=label, controls=controls)
+    context.run_training(copy, images, heldout, settings, "training", label=label, controls=controls)
     context.hand_over(copy.cpu())
     return context.plan.delta()
 

@@ -24,7 +24,7 @@ from vitcompress import surgery
 from vitcompress.errors import PlanError, VitcompressError
 from vitcompress.families import Family, Space
 from vitcompress.methods.base import ARBITRARY, INPUT_MODEL, Choice, Context, Estimate, Method, StepInfo, reject_unused
-from vitcompress.methods.calibration import search_options
+from vitcompress.methods.calibration import search_options, training_subset
 from vitcompress.methods.latency import check_target
 from vitcompress.methods.options import SeroOptions as Options
 from vitcompress.methods.sero import layout
@@ -112,10 +112,10 @@ def describe(options: Options) -> StepInfo:
 def _explore(copy: nn.Module, context: Context, options: Options) -> Exploration:
     """Train `copy` under masks, then remove them. Raises VitcompressError if the last epoch chose no masks."""
     copy.to(context.runtime.device)
-    data, train = context.data, _settings(context.train, options)
+    images, train = training_subset(context, 0), _settings(context.train, options)
     with closing(Exploration(copy, context.family, options, context.seed)) as exploration:
         controls = TrainingControls(hooks=exploration)
-        context.run_training(copy, data.train, data.heldout, train, "exploration", controls=controls)
+        context.run_training(copy, images, context.data.heldout, train, "exploration", controls=controls)
     if exploration.sparsity != options.sparsity:
         message = "no refresh of the masks in the last epoch had finite gradients, so the exploration did not end"
         hint = "lower the learning rate, or use amp bf16 or none, and start over with --fresh"
