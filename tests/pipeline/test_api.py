@@ -597,6 +597,14 @@ def test_patches_of_a_model_for_any_size_must_divide_its_images() -> None:
     assert vc.evaluate(model(dynamic_img_size=True, dynamic_img_pad=True, img_size=9), other).total == 4
 
 
+@pytest.mark.parametrize(("dtype", "amp"), [(torch.float16, "fp16"), (torch.float16, "bf16"), (torch.bfloat16, "fp16")])
+def test_weights_in_half_precision_and_another_amp(dtype: torch.dtype, amp: Any) -> None:
+    with pytest.raises(InputError, match=f"amp is '{amp}', but the weights are {dtype}"):
+        vc.finetune(model().to(dtype), batches(), epochs=1, amp=amp)
+    history = vc.finetune(model(), batches(), epochs=1, amp=amp, teacher=model(seed=1).to(dtype)).history
+    assert 0 < history[0]["loss"] < 10
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_images_are_converted_to_the_type_of_the_weights(dtype: torch.dtype) -> None:
     exact = [(images.to(torch.bfloat16).float(), labels) for images, labels in batches()]

@@ -160,6 +160,11 @@ def check_options(
             images = runtime.world_size * len(loader.sampler)
             message = f"batch_size {options.batch_size} is more than the {images} training images of an epoch"
             raise InputError(message, hint="lower batch_size or use more images")
+    # Autocast mixes no two half precisions, and torch does not unscale gradients in float16.
+    half: dict[torch.dtype, tuple[str, ...]] = {torch.float16: ("none",), torch.bfloat16: ("none", "bf16")}
+    if runtime.amp not in half.get(runtime.dtype, (runtime.amp,)):
+        message = f"amp is {runtime.amp!r}, but the weights are {runtime.dtype}"
+        raise InputError(message, hint="use amp='none', or train the model in float32, as in model.float()")
     if not heldout and (options.select == "best" or options.ema):  # of the weights and their average the best is kept
         name = "select = 'best'" if options.select == "best" else "ema"
         raise InputError(f"{name} needs held-out images and there are none", hint="set data.heldout, or pass val_data")

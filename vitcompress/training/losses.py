@@ -14,7 +14,7 @@ of 0.2 is 6.4 here, where losses are means.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -85,7 +85,9 @@ class Teacher:
         if not self.same_pixels:
             mean, std, own_mean, own_std = self.pixels
             images = (images * std + mean - own_mean) / own_std
-        return _logits_and_features(self.model, images.to(self.dtype), kind)
+        # Autocast does not mix the half precision of the weights with another one.
+        with torch.autocast(images.device.type, enabled=False) if self.dtype.itemsize < 4 else nullcontext():
+            return _logits_and_features(self.model, images.to(self.dtype), kind)
 
 
 class FeatureStudent(nn.Module):
