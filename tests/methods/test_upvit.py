@@ -291,6 +291,14 @@ def test_targets_that_cannot_be_reached(options: Any, message: str, tmp_path: Pa
     assert caught.value.exit_code == 2 and "model.args" not in caught.value.hint  # type: ignore[attr-defined]
 
 
+def test_a_target_of_another_name_states_the_arguments_that_it_takes_from_the_model(tmp_path: Path) -> None:
+    dense = model()
+    options = upvit.Options(target="vit_small_patch16_224", target_args={"depth": 3})
+    with pytest.raises(PlanError, match="as large as the model") as caught:
+        upvit.structure(dense, family_of(dense), context(tmp_path, dense).plan, options)
+    assert caught.value.hint and "of the model itself are embed_dim, img_size, in_chans, num_" in caught.value.hint
+
+
 def test_swin_is_rejected_with_its_reason() -> None:
     with torch.device("meta"):
         dense = timm.create_model("swin_small_patch4_window7_224")

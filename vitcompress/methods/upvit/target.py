@@ -119,7 +119,9 @@ def find_target(model: nn.Module, family: Family, base: Plan, options: UpvitOpti
     places = {space: _place(space, family.blocks(model)) for space in spaces}
     if problems := _problems(places, here, there):
         message = f"the target {arch} is not a smaller version of the model: {'; '.join(dict.fromkeys(problems))}"
-        raise PlanError(message, hint="name a smaller model of the same kind, or set smaller sizes in target_args")
+        inherited = ", ".join(sorted(base.arch_args.keys() - options.target_args.keys())) if name else ""
+        about = f" (those of the model itself are {inherited})" if inherited else ""
+        raise PlanError(message, hint=f"name a smaller model of the same kind, or set smaller target_args{about}")
     own = components(spaces)
     sizes = {component.name: there.sizes[places[component.spaces[0]]] for component in own}
     target = Target(arch, arch_args, stages, there.depths, sizes, options.heads)
