@@ -197,6 +197,15 @@ def test_another_class_count_needs_a_new_head(variant: str, tmp_path: Path) -> N
     assert torch.equal(fitting.head.weight, model.head.weight), "a head that fits is kept"
 
 
+@pytest.mark.parametrize("variant", ["plain", "distilled", "swin"])
+def test_a_model_without_classifier_takes_weights_with_one(variant: str, tmp_path: Path) -> None:
+    model, path = saved(tmp_path, variant)
+    row = contract(variant)
+    loaded = create_model(row.arch, {**row.arch_args, "num_classes": 0}, path).state_dict()
+    assert loaded and all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in loaded.items())
+    assert {name.partition(".")[0] for name in model.state_dict().keys() - loaded.keys()} <= {"head", "head_dist"}
+
+
 def test_the_input_is_what_the_model_was_built_for() -> None:
     config = input_config(create_model(ARCH, {**SMALL, "img_size": [8, 12], "in_chans": 1}))
     assert config.size == (1, 8, 12)

@@ -301,7 +301,10 @@ def load_weights(model: nn.Module, path: str | Path, new_head: bool) -> None:
     if not model.state_dict().keys() <= tensors.keys():
         prepare_model(model)
     own = model.state_dict()
-    heads = {key for key in own if key.split(".")[0] in ("head", "head_dist")}
+    heads = {key for key in {**own, **tensors} if key.split(".")[0] in ("head", "head_dist")}
+    if heads.isdisjoint(own):  # num_classes = 0
+        tensors = {key: tensor for key, tensor in tensors.items() if key not in heads}
+    heads &= own.keys()
     if new_head and any(key not in tensors or tensors[key].shape != own[key].shape for key in heads):
         tensors = {**tensors, **{key: own[key] for key in heads}}
     missing, extra = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
