@@ -206,6 +206,13 @@ def test_a_model_without_classifier_takes_weights_with_one(variant: str, tmp_pat
     assert {name.partition(".")[0] for name in model.state_dict().keys() - loaded.keys()} <= {"head", "head_dist"}
 
 
+def test_weights_without_a_classifier_name_the_way_to_a_new_one(tmp_path: Path) -> None:
+    _, path = saved(tmp_path, num_classes=0)
+    with pytest.raises(WeightsError, match="2 tensors missing") as caught:
+        create_model(ARCH, SMALL, path)
+    assert "model.new_head = true" in str(caught.value.hint) and "num_classes=0" in str(caught.value.hint)
+
+
 def test_the_input_is_what_the_model_was_built_for() -> None:
     config = input_config(create_model(ARCH, {**SMALL, "img_size": [8, 12], "in_chans": 1}))
     assert config.size == (1, 8, 12)

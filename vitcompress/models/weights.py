@@ -32,6 +32,7 @@ FOLDER_FILES = ("model.safetensors", "pytorch_model.bin")  # weights in a folder
 CHECKPOINTS = (".safetensors", ".pth", ".pt", ".tar", ".bin")
 SHARDED = tuple(f"{name}.index.json" for name in FOLDER_FILES)
 OTHER_MODEL = "use weights of the architecture in the recipe, or change model.name or --model"
+NEW_HEAD = "model.new_head = true trains a new classifier (in Python: num_classes=0, then model.reset_classifier)"
 USE_FILE = "use a local file with --weights PATH (.safetensors or .pth)"
 
 # Keys of training scripts and of config.json -> arguments of timm.create_model and of its pretrained configuration.
@@ -281,8 +282,7 @@ def check_hub(arch: str, wanted: object, *, new_head: bool) -> None:
 def _class_mismatch(what: str, have: int, wanted: object) -> WeightsError:
     return WeightsError(
         f"{what} have {have} classes, the data has {wanted}",
-        hint="fine-tune the dense model on this data first and pass its weights with --weights, or set "
-        "model.new_head = true to start with a random classifier (in Python: model.reset_classifier)",
+        hint=f"fine-tune the dense model on this data first and pass its weights with --weights; {NEW_HEAD}",
     )
 
 
@@ -319,5 +319,5 @@ def load_weights(model: nn.Module, path: str | Path, new_head: bool) -> None:
     problems = [f"{len(names)} {what} ({names[0]} ...)" for what, names in differences.items() if names]
     if problems:
         message = f"{path} contains the weights of another model, {kind}: {', '.join(problems)}"
-        raise WeightsError(message, hint="model.new_head = true trains a new classifier" if only_head else OTHER_MODEL)
+        raise WeightsError(message, hint=NEW_HEAD if only_head else OTHER_MODEL)
     model.load_state_dict(tensors, strict=True)
