@@ -213,6 +213,16 @@ def test_weights_without_a_classifier_name_the_way_to_a_new_one(tmp_path: Path) 
     assert "model.new_head = true" in str(caught.value.hint) and "num_classes=0" in str(caught.value.hint)
 
 
+def test_a_model_beside_other_entries_of_a_checkpoint_is_named(tmp_path: Path) -> None:
+    """As PyTorch Lightning saves a module with a loss that has weights."""
+    model, path = saved(tmp_path, suffix="pth")
+    state = {f"net.backbone.{name}": tensor for name, tensor in model.state_dict().items()}
+    torch.save({"state_dict": state | {"criterion.weight": torch.ones(5)}}, path)
+    with pytest.raises(WeightsError, match="contains the weights of another model") as caught:
+        create_model(ARCH, SMALL, path)
+    assert "save the entries of net.backbone alone" in str(caught.value.hint)
+
+
 def test_the_input_is_what_the_model_was_built_for() -> None:
     config = input_config(create_model(ARCH, {**SMALL, "img_size": [8, 12], "in_chans": 1}))
     assert config.size == (1, 8, 12)

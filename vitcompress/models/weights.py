@@ -319,5 +319,8 @@ def load_weights(model: nn.Module, path: str | Path, new_head: bool) -> None:
     problems = [f"{len(names)} {what} ({names[0]} ...)" for what, names in differences.items() if names]
     if problems:
         message = f"{path} contains the weights of another model, {kind}: {', '.join(problems)}"
-        raise WeightsError(message, hint=NEW_HEAD if only_head else OTHER_MODEL)
+        first = f".{next(iter(own))}"
+        inside = [name.removesuffix(first) for name in tensors if name.endswith(first)]
+        hint = f"save the entries of {' or '.join(inside)} alone, without this prefix" if inside else OTHER_MODEL
+        raise WeightsError(message, hint=NEW_HEAD if only_head else hint)
     model.load_state_dict(tensors, strict=True)
