@@ -13,6 +13,7 @@ from method_world import context, model
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 from torch.nn import functional
+from whole_runs import RecordedProgress
 
 from vitcompress import surgery
 from vitcompress.errors import PlanError, VitcompressError
@@ -242,6 +243,15 @@ def test_tables_tell_what_was_achieved(tmp_path: Path) -> None:
     assert METHODS["sero"].report(tmp_path).remarks == []
     write_json(tmp_path / "exploration.json", record | {"skipped": 3})
     assert "skipped 3 refreshes" in METHODS["sero"].report(tmp_path).remarks[0]
+
+
+def test_layers_that_cannot_lose_their_share_are_reported(tmp_path: Path) -> None:
+    """Heads of 8 channels in multiples of 8: only FFNs lose units."""
+    progress = RecordedProgress()
+    explore(tmp_path, replace(SMALL, round_to=8, threshold="per_layer"), progress=progress)
+    (remark,) = METHODS["sero"].report(tmp_path).remarks
+    assert remark.startswith("SERo removed 33.33 % of the units, 50 % were requested") and "round_to" in remark
+    assert remark in progress.notes
 
 
 @pytest.mark.parametrize(

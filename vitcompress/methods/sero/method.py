@@ -45,7 +45,8 @@ def plan(model: nn.Module, context: Context, options: Options) -> Plan:
     context.hand_over(copy.cpu())
     counts = exploration.counts().items()
     shares = (f"{kind} {100 * (1 - live / total):.1f} %" for kind, (live, total) in counts if total)
-    context.progress.note(f"removed units: {', '.join(shares)}")
+    for note in (f"removed units: {', '.join(shares)}", *report(context.folder).remarks):
+        context.progress.note(note)
     return delta
 
 

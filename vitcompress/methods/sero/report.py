@@ -13,6 +13,7 @@ from vitcompress.methods.sero.layout import KINDS
 from vitcompress.plan import Plan
 
 FILE = "exploration"
+CLOSE = 0.01  # difference of the removed share from the requested one at which it counts as met
 NAMES = {"qk": "q and k", "v": "v", "mlp": "FFN"}
 
 
@@ -76,11 +77,17 @@ def report(folder: Path) -> StepReport:
         Table.of("SERo: widths", WIDTHS, data["spaces"]),
         Table.of("SERo: removed at the end of each epoch", EPOCHS, data["trace"]),
     ]
-    remark = (
+    skips = (
         f"SERo skipped {skipped} refreshes of its masks because gradients were not finite; the masks before "
         "them stayed. With amp = 'bf16' or 'none', or a lower learning rate, none need be skipped"
     )
-    return StepReport(tables, [remark] if skipped else [], _charts(data))
+    live, units, wanted = kinds[-1]["live"], kinds[-1]["units"], data["sparsity"]
+    less = (
+        f"SERo removed {_removed(live, units)} of the units, {100 * wanted:g} % were requested: with threshold = "
+        "'per_layer' each layer keeps round_to channels of a head; set a lower round_to"
+    )
+    is_less = data["layout"] != "ragged" and 1 - live / units < wanted - CLOSE
+    return StepReport(tables, [skips] * bool(skipped) + [less] * is_less, _charts(data))
 
 
 def _charts(data: Any) -> list[Chart]:
