@@ -62,12 +62,6 @@ class EvaFamily(VitFamily):
             return "each of its layers rotates q and k by its own frequencies (mixed rotary embedding)"
         return super().problem(model)
 
-    def block_problem(self, block: Any) -> str | None:
-        attn = getattr(block, "attn", None)
-        if getattr(attn, "num_kv_groups", 1) > 1:
-            return "its q has more heads than k and v (grouped-query attention)"
-        return super().block_problem(block)
-
     def describe_attention(self, model: Any, path: str, attn: Any) -> Described:
         """With a rotary embedding, q and k are pruned by heads."""
         (qk, v), stream = super().describe_attention(model, path, attn)

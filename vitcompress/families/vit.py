@@ -32,16 +32,20 @@ class VitFamily(base.Family):
     )
 
     def problem(self, model: Any) -> str | None:
-        return super().problem(model) or base.pool_problem(getattr(model, "attn_pool", None), _width(model))
+        pool = getattr(model, "attn_pool", None)
+        return super().problem(model) or base.pool_problem(pool, model.patch_embed.proj.out_channels)
 
     def block_problem(self, block: Any) -> str | None:
         attn = getattr(block, "attn", None)
         optional = (getattr(attn, name, None) for name in ("q_norm", "k_norm", "gate"))
         if isinstance(attn, tuple(self.sliced)) and not base.is_empty(*optional):
             return "its attention normalizes q or k, or has a gate"
+        if getattr(attn, "num_kv_groups", 1) > 1:
+            return "its q has more heads than k and v (grouped-query attention)"
         return super().block_problem(block)
 
     def streams(self, model: Any, axes: Mapping[str, Iterable[base.Axis]]) -> Iterator[base.Space]:
+        width = model.patch_embed.proj.out_channels
         tokens = [base.Axis(name, 2) for name in (*TOKENS, "pos_embed") if getattr(model, name, None) is not None]
         residual = [*tokens, *base.linear_axes(model, "patch_embed.proj")]
         residual += [axis for name in ("patch_embed.norm", "norm_pre") for axis in base.norm_axes(model, name)]
@@ -52,7 +56,7 @@ class VitFamily(base.Family):
             residual += pool
         residual += [axis for name in ("norm", "fc_norm") for axis in base.norm_axes(model, name)]
         heads = (name for name in ("head", "head_dist") if not base.is_empty(getattr(model, name, None)))
-        yield base.Space("residual", "residual", _width(model), (*residual, *map(base.input_axis, heads)))
+        yield base.Space("residual", "residual", width, (*residual, *map(base.input_axis, heads)))
 
     def set_width(self, model: Any, space: str, width: int) -> None:
         model.embed_dim = model.num_features = model.head_hidden_size = width
@@ -68,11 +72,6 @@ class VitFamily(base.Family):
         if positions is not None and positions.shape[1] == stem.num_patches + model.num_prefix_tokens:
             return ("pos_embed",)
         return ("patch_embed.proj.bias", *tokens) if stem.proj.bias is not None and base.is_empty(stem.norm) else ()
-
-
-def _width(model: Any) -> int:
-    """Channels of the residual stream."""
-    return int(model.patch_embed.proj.out_channels)
 
 
 VIT = VitFamily()

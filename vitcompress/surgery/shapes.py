@@ -15,7 +15,6 @@ from vitcompress.surgery.edit import segments_of
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
-WHOLE_BRANCH = ("drop", "double")  # replacements that also remove norm and LayerScale of the branch
 
 
 @dataclass(frozen=True)
@@ -85,6 +84,6 @@ def _removed_modules(family: Family, sites: tuple[Site, ...], plan: Plan) -> Ite
     for site in (site for site in sites if site.name in plan.removed):
         yield site.name
         part = SITE_PARTS.get(site.kind)
-        if part and plan.removed[site.name] in WHOLE_BRANCH:
+        if part and plan.removed[site.name] in ("drop", "double"):  # with norm and LayerScale of the branch
             branch = next(branch for branch in family.wiring.branches if part in branch)
             yield from (f"{site.block}.{child}" for child in branch)

@@ -99,7 +99,9 @@ def _epoch(learner: Learner, number: int) -> EpochRecord:
     record["seconds"] = round(time.perf_counter() - began, 3)
     if job.controls.after_epoch:
         job.controls.after_epoch(number)
-        learner.sync_ema()
+        if learner.ema:  # gates may have changed; every step copies buffers
+            gates = {name: value for name, value in job.module.state_dict().items() if name.endswith("_extra_state")}
+            learner.ema.module.load_state_dict(gates, strict=False)
     learner.history.append(record)
     # The raw weights, or their average (EMA) if that is better.
     ema, raw = record.get("ema", {}).get("correct", -1), record.get("heldout", {}).get("correct", -1)

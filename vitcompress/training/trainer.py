@@ -241,13 +241,6 @@ class Learner:
                 text += f", held-out {100 * accuracy['correct'] / accuracy['total']:.1f} % after epoch {epoch}"
             job.at.progress.update(job.at.label, number * self.steps + step, epochs * self.steps, text)
 
-    def sync_ema(self) -> None:
-        """Copy gates, which may have changed between epochs, to the averaged model; every step copies buffers."""
-        if self.ema:
-            state = self.job.module.state_dict()
-            gates = {name: value for name, value in state.items() if name.endswith("_extra_state")}
-            self.ema.module.load_state_dict(gates, strict=False)
-
 
 def weight_groups(module: nn.Module, decay: float) -> list[dict[str, Any]]:
     """timm's groups: vectors and the exceptions that its model names, without weight decay, then all others."""
