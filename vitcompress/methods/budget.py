@@ -151,8 +151,7 @@ class Target(Generic[T]):
 
 
 def solve(ranking: Ranking, target: Target[Counts]) -> tuple[Counts, dict[str, float]]:
-    """Numbers of channels whose cost is nearest to the target; requested and reached cost, and the range of this
-    structure.
+    """Numbers of channels whose cost is nearest to the target; requested, reached, least and largest possible cost.
 
     The residual width, whose units cost most, is aligned to the width that a solution without alignment has (of a
     latency, with alignment: other widths may be slow); the other widths then meet the target. If they miss it by more

@@ -142,8 +142,7 @@ def greedy(
 ) -> list[dict[str, Any]]:
     """NOSE's selection, one table per round: each chooses the candidate with the lowest TE of it and all earlier ones.
 
-    Nothing is trained in between. Because the whole set is removed together, layers that compensate for each other are
-    noticed.
+    Nothing is trained in between. The whole set is removed together: layers that compensate for each other are noticed.
     """
     tables: list[dict[str, Any]] = []
     for _ in range(count):

@@ -87,8 +87,7 @@ def _cost(module: nn.Module, flops: Mapping[Any, int]) -> Cost:
 def planned_cost(model: nn.Module, input_size: tuple[int, int, int]) -> Callable[[Plan], Cost] | None:
     """A fast `count_cost` of `model` after a plan that only slices: a function from the plan to the cost.
 
-    None if slicing does not scale all work in proportion: multiply-accumulates outside of layers and attentions, or
-    padded heads.
+    None if slicing does not scale all work in proportion: products outside of layers and attentions, or padded heads.
     """
     family = family_of(model)
     spaces = [space for space in family.spaces(model) if space.attention]

@@ -93,8 +93,7 @@ class Runtime:
 def start(device: str | torch.device = "auto", amp: Amp = "none", workers: int = 0) -> Runtime:
     """Create the runtime of this process; join the process group if `torchrun` started several.
 
-    device: of `check_device`. Raises DeviceError if this machine lacks the device or the precision, or if not all
-    processes join.
+    device: of `check_device`. Raises DeviceError if this machine lacks device or precision, or not all processes join.
     """
     chosen = check_device(device, amp, int(os.environ.get("LOCAL_RANK", "0")))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))

@@ -176,9 +176,7 @@ def _features(points: Array, degree: int) -> Array:
 
 
 def _solve(table: Array, degree: int) -> tuple[Array, int]:
-    """Coefficients and rank of the fit to the rows of `table`: ordinary least squares in percent, unscaled and
-    unweighted; minimum norm where the rows leave it open.
-    """
+    """Coefficients and rank of the ordinary least-squares fit in percent; minimum norm where the rows leave it open."""
     coefficients, _, rank, _ = np.linalg.lstsq(_features(table[:, :2], degree), table[:, 2], rcond=None)
     return np.asarray(coefficients, np.float64), int(rank)
 

@@ -23,9 +23,7 @@ STATE = ("scores", "sparsity", "skipped", "revived", "trace")
 
 
 def sparsity_at(options: SeroOptions, epoch: int, step: int, steps: int) -> float:
-    """Share of units to mask at iteration `step` of `steps` in `epoch`: cubic from the end of the warm-up, T counting
-    all epochs; the whole of it in the last one.
-    """
+    """Share of units to mask in `step` of `epoch`: cubic after the warm-up, T counting all epochs; all in the last."""
     if epoch == options.epochs - 1:
         return options.sparsity
     if epoch < options.warmup_epochs:

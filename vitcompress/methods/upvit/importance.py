@@ -133,9 +133,7 @@ class Importance:
     def _without_hidden(
         self, reader: str, channels: Tensor, images: Tensor, outputs: dict[str, Tensor], hidden: Tensor
     ) -> Tensor:
-        """Logits without each of these hidden channels of an FFN, (channels x images, classes): the output of its block
-        minus the contribution of each.
-        """
+        """Logits if the block's output lacks each of these hidden channels of an FFN, (channels x images, classes)."""
         path = next(path for path in self.blocks if reader.startswith(f"{path}."))
         columns = self.model.get_parameter(f"{reader}.weight")[:, channels].T  # (channels, width)
         for scale in (scale for scale, layer in self.family.scales(self.model).items() if layer == reader):
