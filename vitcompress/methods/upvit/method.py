@@ -96,7 +96,8 @@ def estimate(model: nn.Module, family: Family, options: Options) -> list[Estimat
 def resize(options: Options, model: nn.Module, family: Family, strength: float) -> Options:
     """Sizes between those of the model and target_args. Raises PlanError for other arguments than sizes of a ViT."""
     spaces = {space.kind: space for space in family.spaces(model)}
-    width, heads = (stream := spaces["residual"]).size, spaces.get("v", stream).heads  # a stream has one head
+    stream = spaces["residual"]  # it has one head
+    width, heads = stream.size, spaces.get("v", stream).heads
     depth, ratio = len(family.blocks(model)), spaces.get("mlp", stream).size / width
     own = {"depth": depth, "num_heads": heads, "embed_dim": width, "mlp_ratio": ratio}
     if wrong := sorted(set(options.target_args) - set(own)):
