@@ -19,8 +19,9 @@ from PIL import Image
 from vitcompress import cli
 from vitcompress.bench.report.measurements import match_rows, pairs
 from vitcompress.bench.report.page import write_report
-from vitcompress.bench.report.run import markdown
+from vitcompress.bench.report.run import markdown, read_report
 from vitcompress.pipeline.folder import dense_folder_of_run
+from vitcompress.pipeline.report import current_report
 
 SPEED = ("--protocol", "paper", "--batch", "2", "--warmup", "1", "--runs", "8")
 WITHOUT_US = "import sys; sys.modules.update(dict.fromkeys(['vitcompress', 'torch', 'timm'])); "
@@ -113,6 +114,7 @@ def test_a_speed_is_shown_for_the_measured_file_only(folder: Path) -> None:
     assert [row["artifact"] for row in entry["rows"]] == names and [r["b"] for r in entry["ratios"]] == names[1:]
     assert "timm" not in json.dumps([entry["warnings"], entry["disturbed"]])
     assert rows(folder)["model.onnx"]["speed"]["threads"] == 1
+    assert "(batch 2, threads 1) |" in (folder / "report.md").read_text()
     count = len(json.loads((folder / "bench.json").read_text()))
     call("bench", "run/dense.onnx", "run/model.onnx", "run", *SPEED, "--threads", "1")
     assert len(json.loads((folder / "bench.json").read_text())) == count  # measured again
@@ -121,6 +123,15 @@ def test_a_speed_is_shown_for_the_measured_file_only(folder: Path) -> None:
     call("export", "run", "--opset", "21")  # another file of the same name
     assert rows(folder)["model.onnx"]["speed"] is None
     assert rows(folder)["dense.onnx"]["speed"] is not None
+
+
+def test_a_speed_with_transfers_is_not_in_the_table_of_files(folder: Path) -> None:
+    """The table does not show transfers, so that it compared files with and without them."""
+    report = read_report(folder)
+    own = json.loads((folder / "bench.json").read_text())
+    slow = [{**row, "transfers": True, "images_per_second": 1.0} for row in own[0]["rows"]]
+    (folder / "bench.json").write_text(json.dumps([{**own[0], "rows": slow}, *own]))
+    assert current_report(folder, report)["artifacts"] == report["artifacts"]
 
 
 def test_a_speed_up_is_that_of_its_variant(folder: Path) -> None:
