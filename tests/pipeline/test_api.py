@@ -747,6 +747,15 @@ def test_a_folder_belongs_to_one_list_of_batches(tmp_path: Path) -> None:
             vc.finetune(model(), other, epochs=1, folder=tmp_path, device="cpu")
 
 
+def test_a_folder_belongs_to_one_validation(tmp_path: Path) -> None:
+    """A training that continued with other images chose the best of weights that were evaluated on different ones."""
+    train = partial(vc.finetune, epochs=1, folder=tmp_path, device="cpu", select="best")
+    assert train(model(), batches(), batches()[:2]) == train(model(), batches(), batches()[:2])
+    for other in (batches()[:3], [(batches()[0][0] + 1, batches()[0][1])] * 2):
+        with pytest.raises(InputError, match="another model or call"):
+            train(model(), batches(), other)
+
+
 def test_a_folder_belongs_to_the_labels_of_one_data_set(tmp_path: Path) -> None:
     pairs = [(image, index % 4) for index, image in enumerate(batches()[0][0])]
     train = partial(vc.finetune, epochs=1, folder=tmp_path, device="cpu", batch_size=4)

@@ -211,8 +211,9 @@ def finetune(  # noqa: PLR0913 (each argument is public and has a default)
         at = TrainingContext(create.input_config(model), runtime, state, "finetune", seed, progress or SILENT)
         heldout = None if val_data is None else open_source(val_data, runtime, model)
         source = open_source(train_data, runtime, model)
-        structure = tensors_digest((), str(getattr(model, "plan", model)))
-        with _recorded(state / "model.json", {"structure": structure, "amp": amp}, model, "training"):
+        call: dict[str, Any] = {"structure": tensors_digest((), str(getattr(model, "plan", model))), "amp": amp}
+        call["val_data"] = heldout and [len(heldout), getattr(heldout, "digest", "")]
+        with _recorded(state / "model.json", call, model, "training"):
             return train(model, source, heldout, settings, at, TrainingControls(teacher=teacher))
 
 
