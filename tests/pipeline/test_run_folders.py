@@ -17,6 +17,7 @@ from vitcompress.errors import ArtifactError, DataError, InputError, OutputError
 from vitcompress.io.tensors import save_tensors
 from vitcompress.models.checkpoint import write_model
 from vitcompress.models.create import create_model
+from vitcompress.pipeline.export_folder import export_folder
 from vitcompress.pipeline.folder import HEADER, claim_folder, difference, open_folder, recipe_text
 from vitcompress.pipeline.job import RunOptions
 from vitcompress.pipeline.run import run_recipe
@@ -116,6 +117,16 @@ def test_killed_before_its_recipe_was_written_a_run_begins_again(tmp_path: Path)
     (tmp_path / "run" / ".recipe.toml.12345678.part").write_text("half")
     world.run(tmp_path, *world.BARE, text=SMALL)
     assert not list((tmp_path / "run").glob(".recipe*"))
+
+
+def test_fresh_removes_exports_of_any_name(small: Path) -> None:
+    """`verify` compares every file with a sidecar with the model, so that of an earlier run failed the new one."""
+    for name, dense in (("mine.onnx", False), ("dense-mine.onnx", True)):
+        export_folder(small / "run", out=small / "run" / name, dense=dense)
+    (small / "run" / "mine.txt").write_text("a text")
+    result, _ = world.run(small, *world.BARE, "finetune.epochs=2", fresh=True)
+    assert result.passed and (result.folder / "mine.txt").read_text() == "a text"
+    assert not list(result.folder.glob("*.onnx*"))
 
 
 def test_fresh_starts_over_and_keeps_other_files(small: Path) -> None:

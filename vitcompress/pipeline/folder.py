@@ -14,6 +14,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from vitcompress.errors import ArtifactError, OutputError, RecipeError
+from vitcompress.exporters.runtimes import exported_files
+from vitcompress.exporters.sidecar import DENSE, usable_sidecar
 from vitcompress.io.files import convert_write_errors, read_json, write_text
 from vitcompress.io.log_file import log_warnings
 from vitcompress.io.progress import Progress
@@ -142,13 +144,19 @@ def open_folder(folder: Path, recipe: Recipe, *, structure_only: bool, fresh: bo
     files, text = RunFolder(folder), recipe_text(recipe, structure_only=structure_only)
     with claim_folder(files.state):
         _check_content(files, text, fresh)
-        for path in files.run_files() if fresh else ():
+        for path in (files.manifest, *_exports(folder), *files.run_files()) if fresh else ():
             _remove(path)
         remove_unfinished(folder)
         if not files.recipe.is_file():
             write_text(files.recipe, text)
         with log_warnings(files.warnings):
             yield
+
+
+def _exports(folder: Path) -> list[Path]:
+    """The files of all exports with a sidecar, which `export --out` gives any names: verify counts them to the run."""
+    paths = [path for model in (DENSE, "model") for path in exported_files(folder, model) if usable_sidecar(path)]
+    return [path.with_name(name) for path in paths for name in (*usable_sidecar(path)["files"], f"{path.name}.json")]
 
 
 def remove_unfinished(folder: Path) -> None:
