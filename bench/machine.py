@@ -111,8 +111,7 @@ def peak_bytes(pid: int | None = None) -> int | None:
 
 def cpu_state() -> CpuState:
     """Load, clock and governor of the processor now."""
-    frequencies = psutil.cpu_freq(percpu=True) if hasattr(psutil, "cpu_freq") else []
-    clocks = [core.current for core in frequencies]
+    clocks = [core.current for core in psutil.cpu_freq(percpu=True)] if hasattr(psutil, "cpu_freq") else []
     return {
         "load_average": psutil.getloadavg()[0],  # mean number of runnable processes during the last minute
         "clock_mhz": [min(clocks), max(clocks)] if clocks else None,

@@ -8,10 +8,6 @@ from pathlib import Path
 from typing import Any
 
 
-def _is_error(record: logging.LogRecord) -> bool:
-    return record.levelno > logging.WARNING
-
-
 @contextmanager
 def log_warnings(path: Path) -> Iterator[None]:
     """Append all warnings, logged or not, to `path`, which the first of them creates. Where warnings are hidden (by
@@ -32,8 +28,8 @@ def log_warnings(path: Path) -> Iterator[None]:
         stack.callback(log.close)
         for handler in {handler for one in (root, *named) for handler in one.handlers}:
             if disabled >= logging.WARNING:
-                handler.addFilter(_is_error)
-                stack.callback(handler.removeFilter, _is_error)
+                stack.callback(handler.setLevel, handler.level)
+                handler.setLevel(max(handler.level, logging.ERROR))
         for one in (root, *(one for one in named if not one.propagate)):
             one.addHandler(log)
             stack.callback(one.removeHandler, log)

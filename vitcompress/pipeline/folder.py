@@ -166,13 +166,11 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    try:
+    with convert_write_errors(path):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-    except OSError as error:
-        raise OutputError(f"{path} cannot be removed: {error.strerror}", hint=ELSEWHERE) from None
 
 
 def dense_folder(recipe: Recipe, folder: Path) -> Path:

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from operator import attrgetter
 
 import torch
@@ -72,13 +71,11 @@ def _layer(model: nn.Module, name: str) -> Tensor | nn.Linear:
 def _inputs(model: nn.Module, names: Iterable[str], images: Tensor) -> dict[str, Tensor]:
     """The inputs of the named modules in a float64 pass: (rows, channels) each."""
     inputs = dict[str, Tensor]()
-
-    def keep(name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        inputs[name] = args[0].flatten(0, -2)
-
     with in_float64(model) as exact, ExitStack() as stack:
         for name in names:
-            stack.callback(exact.get_submodule(name).register_forward_pre_hook(partial(keep, name)).remove)
+            layer = exact.get_submodule(name)
+            hook = layer.register_forward_pre_hook(lambda _, x, name=name: inputs.update({name: x[0].flatten(0, -2)}))
+            stack.callback(hook.remove)
         exact(images.double())
     return inputs
 
