@@ -1,6 +1,6 @@
 """The folders of a run: which folder a run may use, how it is locked and cleared, and which one has the dense model.
 
-Only files that runs write are ever removed, and only from folders whose recipe.toml begins with `HEADER`.
+Only files that runs and exports write are ever removed, and only from folders whose recipe.toml begins with `HEADER`.
 """
 
 import os
