@@ -109,7 +109,9 @@ def parse_variants(variants: str, device: str | None) -> dict[str, Settings]:
     if not names:
         raise InputError(f"no variant is named in {variants!r}", hint="as in --variants fp32,fp16+compile, or all")
     if names == ["all"]:
-        names = [name for name in ALL.get(kind, ()) if "compile" not in name or _has_compiler(kind)]
+        on_gpu = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")  # for Triton
+        compiler = shutil.which("c++") if kind == "cpu" else on_gpu
+        names = [name for name in ALL.get(kind, ()) if compiler or "compile" not in name]
         names = [name for name in names if kind != "cuda" or _supports(str(device), name)]
     words = {name: name.split("+") for name in names}
     for word in chain.from_iterable(words.values()):
@@ -127,13 +129,6 @@ def _supports(device: str, name: str) -> bool:
     """Whether a GPU computes in the precision of a variant; True if there is no such GPU to check."""
     index = int(device.partition(":")[2] or 0)
     return index >= hardware.count_gpus() or hardware.is_ampere(index) or not {"tf32", "bf16"} & set(name.split("+"))
-
-
-def _has_compiler(kind: str) -> bool:
-    """Whether the compiler of torch.compile is installed: c++; on CUDA, for Triton, $CC, gcc or clang."""
-    if kind == "cpu":
-        return shutil.which("c++") is not None
-    return bool(os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"))
 
 
 def _timm_onnx(name: str, options: RunnerOptions) -> Runner:

@@ -32,17 +32,15 @@ def rounded_logits(path: Path, images: Tensor) -> Tensor:
 
     Raises ArtifactError if ONNX Runtime cannot run the file.
     """
-    call = open_changed(path, spell_out_casts(file.read_onnx(path)))
+    call = open_changed(path, spell_out_casts(file.read_onnx(path)).SerializeToString())
     return torch.cat([call(chunk)[0] for chunk in torch.split(images, CHUNK)])
 
 
-def open_changed(path: Path, model: Any, *, optimize: bool = False) -> Callable[[Tensor], list[Tensor]]:
-    """`model`, the protobuf of `path` with changes, as a function from normalized images to all its outputs.
+def open_changed(path: Path, content: bytes, *, optimize: bool = False) -> Callable[[Tensor], list[Tensor]]:
+    """`content`, the file `path` with changes, as a function from normalized images to all its outputs.
 
     Its weights may be in files beside `path`. optimize: with all optimizations.
     """
-    config = read_input(str(path), decode_json_values(file.metadata(model)))
-    uint8 = model.graph.input[0].type.tensor_type.elem_type == TensorProto.UINT8
     ort = load_onnxruntime()
     options = ort.SessionOptions()
     options.log_severity_level = 4
@@ -51,8 +49,9 @@ def open_changed(path: Path, model: Any, *, optimize: bool = False) -> Callable[
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.resolve().parent))
     with run_errors(str(path)):
-        session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    name = session.get_inputs()[0].name
+        session = ort.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    config = read_input(str(path), decode_json_values(session.get_modelmeta().custom_metadata_map))
+    name, uint8 = session.get_inputs()[0].name, session.get_inputs()[0].type == "tensor(uint8)"
 
     def call(images: Tensor) -> list[Tensor]:
         data = {name: prepare_input(images, config, uint8=uint8)}

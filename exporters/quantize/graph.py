@@ -123,8 +123,8 @@ def quantize(source: Path, target: Path, settings: Quantization, metadata: Mappi
     for key, tensor in ((key, tensor) for _, inputs in products for key, tensor in inputs.items()):
         largest[tensor] = max(largest.get(tensor, 0.0), _finite(ranges[key], f"the range of the input of {key}"))
     names = {node.input[1] for node, _ in products}
-    weights = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer if tensor.name in names}
-    sizes = {name: _finite(float(np.abs(values).max()), name) for name, values in weights.items()}
+    weights = {tensor.name: tensor for tensor in model.graph.initializer if tensor.name in names}
+    sizes = {n: _finite(float(np.abs(numpy_helper.to_array(weight)).max()), n) for n, weight in weights.items()}
     kind = QuantType.QFLOAT8E4M3FN if fp8 else QuantType.QInt8
     data = {name: TensorData(lowest=np.float32(-size), highest=np.float32(size)) for name, size in largest.items()}
     quantizer = QDQQuantizer(

@@ -284,7 +284,7 @@ def test_damaged_outputs_and_saturation_fail(tmp_path: Path, monkeypatch: pytest
     assert {check.verdict for check in checks_of(done.path).values()} == {"passed"}
     with monkeypatch.context() as patch:
         patch.setattr(outputs, "open_changed", lambda *args, **options: lambda x: [out + 1.0 for out in call(x)])
-        call = open_changed(done.path, unsigned_integers(onnx.load(str(done.path))), optimize=True)
+        call = open_changed(done.path, unsigned_integers(onnx.load(str(done.path))).SerializeToString(), optimize=True)
         assert {checks_of(done.path)[name].verdict for name in ("saturation", "emulation")} == {"failed"}
     wrong = onnx.load(str(done.path))
     scale = next(t for t in wrong.graph.initializer if t.name == "blocks.1.mlp.fc2.weight_scale")

@@ -304,7 +304,8 @@ def _arithmetic_checks(
     rows, served = (torch.cat(parts) for parts in zip(*calls, strict=True))
     exact, name = served.double(), "served"
     if path.suffix == ".onnx":
-        call, name = open_changed(path, unsigned_integers(file.read_onnx(path)), optimize=True), "exact"
+        content, name = unsigned_integers(file.read_onnx(path)).SerializeToString(), "exact"
+        call = open_changed(path, content, optimize=True)
         exact = torch.cat([call(images[part])[0].double() for part, _ in calls])
     changes = exact - original.exact(images)[rows]
 
