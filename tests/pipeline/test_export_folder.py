@@ -26,9 +26,10 @@ from vitcompress.io import hardware
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.create import create_model, input_config
 from vitcompress.pipeline import export_folder as exports
-from vitcompress.pipeline.export_folder import export_folder
+from vitcompress.pipeline.export_folder import export_folder, verify_export
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply_to_copy
+from vitcompress.verify.folder import noise_images, verify_folder
 
 ARCH = "vit_tiny_patch16_224"
 ARGS = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 3}
@@ -59,6 +60,17 @@ def test_the_export_has_the_outputs_of_the_folder(folder: Path) -> None:
     # Float32 sums of at most 64 terms in 2 blocks: under 2**9 roundings of 2**-24 each, relative to the largest logit.
     torch.testing.assert_close(got, expected, rtol=0, atol=2.0**-15 * float(expected.abs().max()))
     assert json.loads(done.metadata["plan_sha256"]) == Plan.from_json((folder / "plan.json").read_text()).digest
+
+
+def test_a_file_of_any_name_ends_the_check_that_none_was_exported(folder: Path) -> None:
+    def recorded() -> set[str]:
+        return {check["name"] for check in json.loads((folder / "verify.json").read_text())["checks"]}
+
+    verify_folder(folder, noise_images(load_model(folder), Plan(ARCH, ARGS)))
+    assert "onnx" in recorded()
+    verify_export(folder, write_file(folder, out=folder / "m.onnx"))
+    assert "onnx" not in recorded() and "onnx.m.file" in recorded()
+    assert "onnx" not in {check.name for check in verify_folder(folder).checks}
 
 
 def test_a_second_export_waits_until_the_first_one_is_verified(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

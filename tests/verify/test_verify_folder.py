@@ -353,7 +353,14 @@ def test_weights_of_another_training_fail_the_fold_check(folder: Path) -> None:
     assert [checks[name] for name in names] == ["failed"] * 4
 
 
-def test_without_an_onnx_file_its_check_is_not_run(folder: Path) -> None:
+def test_a_folder_with_a_file_of_another_name_or_format_lacks_none(folder: Path) -> None:
+    (folder / "model.onnx").rename(folder / "model-fp16.onnx")
+    assert not [check for check in verify_folder(folder).checks if check.name == "onnx"]
+    (folder / "model-fp16.onnx").rename(folder / "model.xml")
+    assert not [check for check in verify_folder(folder).checks if check.name == "onnx"]
+
+
+def test_without_an_exported_file_a_check_is_not_run(folder: Path) -> None:
     for name in ("model.onnx", "dense.onnx"):
         (folder / name).unlink()
     (check,) = (check for check in verify_folder(folder).checks if check.name == "onnx")

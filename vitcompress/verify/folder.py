@@ -113,9 +113,9 @@ def _missing_exports(files: RunFolder) -> Iterator[Check]:
     for name, reason in rejected_exports(files.path).items():
         if not (files.path / name).is_file():
             yield Check(f"export.{name}", "failed", detail=reason)
-    if not files.exported("model", ".onnx").is_file():
+    if not exported_files(files.path, "model"):
         command = f"vitcompress export {shlex.quote(str(files.path))} --format onnx"
-        yield Check("onnx", "not_run", detail="no ONNX file was exported", command=command)
+        yield Check("onnx", "not_run", detail="no file was exported", command=command)
 
 
 def _model_checks(
