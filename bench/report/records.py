@@ -330,7 +330,7 @@ class ArtifactRecord(TypedDict):
     """One exported file. verified: its outputs were compared with the model's; agreement: the result, as text.
 
     input: type of its images, `float32` or `uint8`. batch: smallest, best and largest, of an engine. accuracy and speed
-    are of the file with this hash. Reports of earlier versions lack the last keys.
+    are of the file with this hash. variable_batch: a fixed one crashes. Reports of earlier versions lack the last keys.
     """
 
     file: str
@@ -344,6 +344,7 @@ class ArtifactRecord(TypedDict):
     input: NotRequired[str]
     agreement: NotRequired[str]
     batch: NotRequired[Sequence[int] | None]
+    variable_batch: NotRequired[bool]
 
 
 class Report(TypedDict, total=False):

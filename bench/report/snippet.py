@@ -21,8 +21,7 @@ from PIL import Image
 model = openvino.Core().read_model({model!r})
 classes = json.loads(model.get_rt_info(["vitcompress", "classes"]).value)
 {load}
-model.reshape(images.shape)
-run = openvino.Core().compile_model(model, "CPU", {{"INFERENCE_PRECISION_HINT": {precision!r}}})
+{reshape}run = openvino.Core().compile_model(model, "CPU", {{"INFERENCE_PRECISION_HINT": {precision!r}}})
 print(classes[run(images)[0].argmax()])
 """
 # CUDA's driver is on every machine with a GPU; its managed memory is shared by the CPU and the GPU.
@@ -56,7 +55,6 @@ images = {images}"""
 TEMPLATES = {"onnx": ONNX, "openvino": OPENVINO, "trt": ENGINE, "trt-rtx": ENGINE}
 NORMALIZED = "((pixels / 255 - {mean}) / {std}).astype(np.float32).transpose(2, 0, 1)[None]"
 BYTES = "pixels[None]"  # for files that normalize uint8 images themselves
-MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
 def snippet(input: Stored[InputConfig], artifact: ArtifactRecord, image: str = "photo.jpg") -> str:
@@ -68,7 +66,7 @@ def snippet(input: Stored[InputConfig], artifact: ArtifactRecord, image: str = "
     images = BYTES if uint8 else NORMALIZED.format(mean=[*map(float, input["mean"])], std=[*map(float, input["std"])])
     load = LOAD.format(
         image=image,
-        mode=MODES.get(channels, "RGB"),
+        mode={1: "L", 4: "RGBA"}.get(channels, "RGB"),
         size=_size(input["crop_mode"], scaled),
         filter=str(input["interpolation"] if input["interpolation"] != "random" else "bilinear").upper(),
         width=width,
@@ -82,6 +80,7 @@ def snippet(input: Stored[InputConfig], artifact: ArtifactRecord, image: str = "
         # ONNX Runtime has no kernels for bf16 and fp8 on the CPU.
         providers='"CUDAExecutionProvider"' if artifact["precision"] in ("bf16", "fp8") else '"CPUExecutionProvider"',
         precision=HINTS[artifact["precision"]] if kind == "openvino" else None,
+        reshape="" if artifact.get("variable_batch") else "model.reshape(images.shape)\n",
         library="tensorrt" if kind == "trt" else "tensorrt_rtx",
     )
 

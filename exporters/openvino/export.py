@@ -28,8 +28,6 @@ from vitcompress.io import hardware
 from vitcompress.io.progress import SILENT, Progress
 
 REASON = "decomposed attention, which OpenVINO fuses when it loads the file, at any widths of q/k and v"
-FULL = 2**16  # a disk with fewer free bytes is reported as full
-INDEX = ("i64", "i32", "boolean")
 SCALED = [[end, "Add", "Multiply", "MVN"] for end in ("FakeQuantize", "Reshape")]  # a LayerNorm, from one of these
 NESTED = ("If", "Loop", "TensorIterator")  # operations with graphs of their own
 
@@ -55,10 +53,12 @@ def export(
         source = onnx_export.export(model, Path(folder) / f"{path.stem}.onnx", **arguments, **about)
         labels = {**source.metadata, "precision": f'"{options.precision}"'}
         files = write_with_data(path, partial(_convert, source.path, labels))
-    about_build = {"runtime": "openvino", "runtime_version": metadata.version("openvino"), "weights": stored.precision}
-    build = {**about_build, "settings": {runner.HINT: HINTS[options.precision]}}
-    fields = {"format": "openvino", "precision": options.precision, "metadata": labels, "build": build}
-    return record_export(path, files, source, **fields)
+    build = {"runtime": "openvino", "runtime_version": metadata.version("openvino"), "weights": stored.precision}
+    settings, variable = {runner.HINT: HINTS[options.precision]}, runner.is_joined(read_ir(path))
+    fields = {"format": "openvino", "precision": options.precision, "metadata": labels}
+    return record_export(
+        path, files, source, build={**build, "settings": settings, "variable_batch": variable}, **fields
+    )
 
 
 def check_options(options: ExportOptions) -> None:
@@ -87,7 +87,7 @@ def _convert(source: Path, labels: dict[str, str], target: Path) -> None:
     try:
         runner.load().save_model(model, str(target), compress_to_fp16=False)
     except RuntimeError as error:
-        full = shutil.disk_usage(target.parent).free < FULL
+        full = shutil.disk_usage(target.parent).free < 2**16  # a disk with fewer free bytes is reported as full
         number = errno.ENOSPC if full else errno.EIO
         raise OSError(number, os.strerror(number) if full else first_line(error)) from None
 
@@ -142,7 +142,7 @@ def read_contents(path: Path) -> Contents:
     stored = []
     for node in constants:
         values, name = node.data, node.get_friendly_name()
-        index = node.get_element_type().get_type_name() in INDEX or name in parameters
+        index = node.get_element_type().get_type_name() in ("i64", "i32", "boolean") or name in parameters
         scale = np.array(1.0) if values.dtype == np.float16 else arrays.get(f"{stems.get(name)}_scale")
         represented = None if scale is None else partial(represented_values, values, scale)
         place = (values.ctypes.data, values.nbytes)

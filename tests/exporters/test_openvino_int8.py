@@ -1,5 +1,7 @@
 """OpenVINO files whose linear layers are in int8, with fp32 or bf16 elsewhere."""
 
+import subprocess
+import sys
 from contextlib import closing
 from functools import cache
 from pathlib import Path
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from contracts import build
+from PIL import Image
 from torch import nn
 
 from vitcompress.bench.report.snippet import snippet
@@ -19,6 +22,7 @@ from vitcompress.exporters.openvino.runner import HINT, core, load, read_ir
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.quantize.calibrate import calibrate
 from vitcompress.exporters.runtimes import EXPORTERS, open_runner
+from vitcompress.exporters.sidecar import read_sidecar
 from vitcompress.io import hardware
 from vitcompress.io.files import decode_json_values
 from vitcompress.models.create import create_model, input_config
@@ -63,6 +67,23 @@ def test_small_models_run_at_every_batch_size(width: int, hidden: int, tmp_path:
     for batch in range(1, 9):
         expected = model(IMAGES[:batch]).detach()
         torch.testing.assert_close(runner(IMAGES[:batch]), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_the_lines_of_the_report_run_a_small_model(tmp_path: Path) -> None:
+    """With 4 tokens and a fixed shape, OpenVINO 2026.4 ends the process that they run in."""
+    args = {**SIZE, "in_chans": 3, "depth": 2, "class_token": False, "global_pool": "avg"}
+    model = create_model("vit_tiny_patch16_224", args)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    about: Any = {"input": input_config(model), "classes": tuple("abcde")}
+    done = EXPORTERS["openvino"].export(model, tmp_path / "m.xml", **about)
+    assert done.build["variable_batch"] and "variable_batch" in read_sidecar(done.path)["build"]
+    Image.fromarray(np.zeros((9, 9, 3), np.uint8)).save(tmp_path / "photo.jpg")
+    file: Any = {"file": "m.xml", "format": "openvino", "precision": "fp32", "variable_batch": True}
+    code = snippet(input_config(model).to_dict(), file)
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+    assert "model.reshape(images.shape)\n" in snippet(input_config(model).to_dict(), {**file, "variable_batch": False})
 
 
 @pytest.mark.parametrize(("precision", "hint"), [("int8", "f32"), ("int8+bf16", "bf16")])

@@ -219,6 +219,7 @@ def _artifact(
         **stored,
         "input": json.loads(sidecar["metadata"].get("input", '"float32"')),
         "batch": sidecar["build"].get("batch"),
+        "variable_batch": sidecar["build"].get("variable_batch", False),
         "agreement": agreement,
         "accuracy": accuracy.get(path.name),
         "speed": find_speed(measured, sha256, {"transfers": False}),
