@@ -18,11 +18,7 @@ def names() -> tuple[str, ...]:
 
 def text(name: str) -> str:
     """The TOML of one recipe, comments included. Raises InputError, which names the nearest."""
-    if name in study_names():
-        raise _other_kind("recipe", name)
-    if name not in names():
-        raise _unknown("recipe", name, names(), "`vitcompress recipes` lists all of them")
-    return (FOLDER / f"{name}.toml").read_text(encoding="utf-8")
+    return _read("recipe", name, "`vitcompress recipes` lists all of them")
 
 
 def study_names() -> tuple[str, ...]:
@@ -32,11 +28,7 @@ def study_names() -> tuple[str, ...]:
 
 def study_text(name: str) -> str:
     """The TOML of one study, comments included. Raises InputError, which names the nearest."""
-    if name in names():
-        raise _other_kind("study", name)
-    if name not in study_names():
-        raise _unknown("study", name, study_names(), f"studies: {', '.join(study_names())}")
-    return (STUDIES / f"{name}.toml").read_text(encoding="utf-8")
+    return _read("study", name, f"studies: {', '.join(study_names())}")
 
 
 def check_kind(wanted: str, source: str, data: Mapping[str, Any]) -> None:
@@ -65,9 +57,16 @@ def _stems(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in folder.glob("*.toml")))
 
 
-def _unknown(what: str, name: str, choices: tuple[str, ...], hint: str) -> InputError:
+def _read(wanted: str, name: str, hint: str) -> str:
+    folder, other = (FOLDER, STUDIES) if wanted == "recipe" else (STUDIES, FOLDER)
+    if name in (choices := _stems(folder)):
+        return (folder / f"{name}.toml").read_text(encoding="utf-8")
+    if name in _stems(other):
+        raise _other_kind(wanted, name)
+    if Path(name).is_file():
+        raise InputError(f"{name} is a file, not the name of a {wanted} of this package", hint=hint)
     close = close_matches(name, choices) or [choice for choice in choices if name.lower() in choice.split("_")][:3]
-    return InputError(
-        f"there is no {what} called {name!r}, and no such file{'; nearest: ' if close else ''}{', '.join(close)}",
+    raise InputError(
+        f"there is no {wanted} called {name!r}, and no such file{'; nearest: ' if close else ''}{', '.join(close)}",
         hint=f"{hint}; the path of a .toml file is also accepted",
     )

@@ -160,6 +160,8 @@ WRONG: list[tuple[tuple[str, ...], str]] = [
     (("recipe", "digits_hetdpt", "--epochs", "3"), "--set finetune.epochs=10"),
     (("recipe", "digits_hetdpt", "--export", "onxx"), "onxx"),
     (("recipes", "show", "digits_nos"), "digits_nose"),
+    (("recipes", "show", __file__), "is a file, not the name of a recipe of this package"),
+    (("study", "show", __file__), "is a file, not the name of a study of this package"),
     (("bench", "model.onnx", "--batch", "0"), "--batch"),
     (("bench", "nowhere.onnx"), "nowhere.onnx"),
     (("evaluate", "nowhere.onnx", "--data", "digits"), "nowhere.onnx"),
