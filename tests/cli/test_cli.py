@@ -162,6 +162,8 @@ WRONG: list[tuple[tuple[str, ...], str]] = [
     (("recipes", "show", "digits_nos"), "digits_nose"),
     (("recipes", "show", __file__), "is a file, not the name of a recipe of this package"),
     (("study", "show", __file__), "is a file, not the name of a study of this package"),
+    (("recipe", "digits_hetdpt", "--set", "pruned_layers=3"), "published, step"),
+    (("recipe", "digits_hetdpt", "--set", "steps.pruned_layers=3"), "did you mean step?"),
     (("bench", "model.onnx", "--batch", "0"), "--batch"),
     (("bench", "nowhere.onnx"), "nowhere.onnx"),
     (("evaluate", "nowhere.onnx", "--data", "digits"), "nowhere.onnx"),

@@ -63,15 +63,13 @@ def build_recipe(source: str, data: dict[str, object], sets: Sequence[str] = ())
     """Validate `data`, the content of a recipe's TOML, after applying `sets`. Raises RecipeError with all problems."""
     data = deepcopy(data)
     problems = [problem for text in sets if (problem := assign(data, text))]
-    raw_steps, finetune = data.pop("step", []), data.get("finetune")
+    raw_steps, finetune = data.get("step", []), data.get("finetune")
     if isinstance(finetune, dict) and "teacher" in finetune:
         finetune.setdefault("distillation", "soft")
-    tables = validate(Tables, data, "", problems)
-    steps = _steps(raw_steps, problems)
-    recipe = None if tables is None else Recipe(steps=steps, **vars(tables))
-    if recipe is not None:
-        problems += _contradictions(recipe)
-        problems += [] if problems else _ineffective(sets, recipe)
+    tables, steps = validate(Tables, data, "", problems), _steps(raw_steps, problems)
+    recipe = Recipe(steps=steps, **{name: v for name, v in vars(tables).items() if name != "step"}) if tables else None
+    problems += _contradictions(recipe) if recipe else []
+    problems += _ineffective(sets, recipe) if recipe and not problems else []
     if problems or recipe is None:
         raise RecipeError(source, problems, hint=keys_hint(problems, raw_steps))
     return recipe

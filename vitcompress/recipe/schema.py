@@ -142,7 +142,7 @@ class Recipe:
 
 _TABLES = [field for field in fields(Recipe) if field.name != "steps"]  # the keys of a step depend on its method
 _TYPES: Any = {f.name: (f.type, ... if f.default is MISSING else f.default) for f in _TABLES}
-Tables = create_model("Tables", __config__=STRICT, **_TYPES)
+Tables = create_model("Tables", __config__=STRICT, **_TYPES, step=(Any, None))
 
 
 def plain_data(value: Any) -> Any:
