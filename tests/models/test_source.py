@@ -113,7 +113,7 @@ def test_the_number_of_heads_is_assumed_if_nothing_states_it(tmp_path: Path) -> 
     saved(tmp_path / "b.pth")
     with pytest.raises(InputError, match=r"divisible|divided") as caught:
         resolve_model(VIT, {}, tmp_path / "b.pth")
-    assert "--set model.args.num_heads=4" in str(caught.value.hint)
+    assert "--set model.args.num_heads=4 (Python: num_heads=4)" in str(caught.value.hint)
     dinov3 = "vit_small_patch16_dinov3"  # 16 channels are not 6 heads: timm builds it, but it rejects images
     saved(tmp_path / "c.pth", dinov3, {"embed_dim": 16, "depth": 1, "num_heads": 2, "img_size": 32})
     with pytest.raises(InputError, match="rejects images") as caught:

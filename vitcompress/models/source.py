@@ -149,7 +149,7 @@ def _create(arch: str, args: Arguments, overlay: Arguments, sources: Mapping[str
     except InputError as error:
         if not assumed:
             raise
-        hint = "the weights do not show the number of heads: set it, as in --set model.args.num_heads=4"
+        hint = "set the number of heads, which weights do not show: --set model.args.num_heads=4 (Python: num_heads=4)"
         raise InputError(error.message, hint=hint) from None
     return blank
 
