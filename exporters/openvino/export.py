@@ -53,12 +53,11 @@ def export(
         source = onnx_export.export(model, Path(folder) / f"{path.stem}.onnx", **arguments, **about)
         labels = {**source.metadata, "precision": f'"{options.precision}"'}
         files = write_with_data(path, partial(_convert, source.path, labels))
-    build = {"runtime": "openvino", "runtime_version": metadata.version("openvino"), "weights": stored.precision}
-    settings, variable = {runner.HINT: HINTS[options.precision]}, runner.is_joined(read_ir(path))
-    fields = {"format": "openvino", "precision": options.precision, "metadata": labels}
-    return record_export(
-        path, files, source, build={**build, "settings": settings, "variable_batch": variable}, **fields
-    )
+    settings, version = {runner.HINT: HINTS[options.precision]}, metadata.version("openvino")
+    build: dict[str, Any] = {"runtime": "openvino", "runtime_version": version, "weights": stored.precision}
+    build |= {"settings": settings, "variable_batch": runner.is_joined(read_ir(path))}
+    fields = {"format": "openvino", "precision": options.precision, "metadata": labels, "build": build}
+    return record_export(path, files, source, **fields)
 
 
 def check_options(options: ExportOptions) -> None:

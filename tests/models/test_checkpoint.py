@@ -26,7 +26,14 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import vitcompress as vc
-from vitcompress.errors import ArtifactError, InputError, PlanError, VitcompressError, WeightsError
+from vitcompress.errors import (
+    ArtifactError,
+    InputError,
+    PlanError,
+    UnsupportedModelError,
+    VitcompressError,
+    WeightsError,
+)
 from vitcompress.families import family_of
 from vitcompress.io.files import write_text
 from vitcompress.io.tensors import load_tensors, read_checkpoint, save_tensors
@@ -257,6 +264,11 @@ def test_a_model_whose_name_timm_does_not_have_is_rejected(names: dict[str, str]
     model.pretrained_cfg |= names
     with pytest.raises(InputError, match=r"the arguments of this .* are unknown: .*of_another_timm"):
         plan_of(model)
+
+
+def test_a_model_of_no_family_is_named_where_its_arguments_are_unknown() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"ResNet"):
+        plan_of(timm.create_model("resnet18", num_classes=3))
 
 
 def test_a_model_that_was_edited_in_place_has_no_plan() -> None:

@@ -28,6 +28,7 @@ from vitcompress.models.create import create_model, input_config
 from vitcompress.pipeline import export_folder as exports
 from vitcompress.pipeline.export_folder import export_folder, verify_export
 from vitcompress.plan import Plan
+from vitcompress.recipe.load import load_recipe
 from vitcompress.surgery import apply_to_copy
 from vitcompress.verify.folder import noise_images, verify_folder
 
@@ -218,6 +219,15 @@ def test_doctor_names_the_precisions_that_are_fast(
     tables.print_doctor(facts)
     lines = capsys.readouterr().out.splitlines()
     assert any(line.strip().startswith(slow) for line in lines)
+
+
+def test_int8_where_the_images_of_the_run_are_not_states_how_to_export(folder: Path) -> None:
+    moved = ["data.source=imagefolder", f"data.path={folder / 'none'}"]
+    (folder / "recipe.toml").write_text(load_recipe("digits_hetdpt", moved).to_toml())
+    (folder / "report.json").write_text("{}")
+    with pytest.raises(InputError, match=r"int8 needs images: .*none does not exist") as caught:
+        write_file(folder, options=ExportOptions(precision="int8"))
+    assert "pass data to vitcompress.export" in str(caught.value.hint)
 
 
 def test_int8_without_training_images_is_an_error(folder: Path) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from vitcompress.errors import DataError, InputError, WeightsError, did_you_mean, first_line
-from vitcompress.families import Family, prepare_model, reject_wrapper, unwrap
+from vitcompress.families import Family, family_of, prepare_model, reject_wrapper, unwrap
 from vitcompress.families.lookup import copy_model
 from vitcompress.io.plugins import load_all
 from vitcompress.io.tensors import LIBRARY_ERRORS, check_finite
@@ -166,6 +166,7 @@ def plan_of(model: nn.Module) -> Plan:
         plan = Plan(name, args | ({OVERLAY: overlay} if overlay else {}))
         built = build_on_meta(plan.arch, plan.arch_args)
     except (InputError, RuntimeError) as error:  # RuntimeError: of an architecture or a tag that timm lacks
+        family_of(model)  # raises if no family supports it, which is the better reason
         raise InputError(f"the arguments of this {arch} are unknown: {error}", hint=hint) from None
     if (changed := find_difference(model, built)) and find_difference(model, prepare_model(built)):
         raise InputError(f"this {arch} is not as timm builds it with {plan.arch_args}: {changed} differs", hint=hint)

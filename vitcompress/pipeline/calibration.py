@@ -97,7 +97,11 @@ class Calibration:
                 message = f"{self.options.precision} needs training images, and {self.files.path} records none"
                 raise InputError(message, hint="export a run folder, or pass data to vitcompress.export")
             recipe = load_recipe_of_run(self.files.recipe)
-            self.training, self.seed = open_data(recipe.data, recipe.run.seed).train, recipe.run.seed
+            try:
+                self.training, self.seed = open_data(recipe.data, recipe.run.seed).train, recipe.run.seed
+            except InputError as error:
+                hint = "export where the images of the run are, or pass data to vitcompress.export in Python"
+                raise InputError(f"{self.options.precision} needs images: {error.message}", hint=hint) from None
         images = random_images(self.training, input_config(self.model), self.options.calibration, self.seed)
         if len(images) < FEW_IMAGES:
             self.progress.note(f"calibration on {len(images)} images: the values of others may exceed these ranges")
