@@ -161,7 +161,7 @@ def test_a_study_that_was_killed_gives_the_same_result(
 
 def children(pid: int, word: str = "") -> list[int]:
     """The processes that `pid` has started, with `word` in their command lines."""
-    command = ["ps", "-o", "pid=,args=", "--ppid", str(pid)]
+    command = ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(pid)]  # not cut off at 80 columns
     listed = subprocess.run(command, capture_output=True, text=True, check=False)
     return [int(line.split()[0]) for line in listed.stdout.splitlines() if word in line]
 
