@@ -330,7 +330,7 @@ class ArtifactRecord(TypedDict):
     """One exported file. verified: its outputs were compared with the model's; agreement: the result, as text.
 
     input: type of its images, `float32` or `uint8`. batch: smallest, best and largest, of an engine. accuracy and speed
-    are of the file with this hash. variable_batch: a fixed one crashes. Reports of earlier versions lack the last keys.
+    are of the file with this hash. variable_batch: OpenVINO needs one. Earlier reports lack the last keys.
     """
 
     file: str

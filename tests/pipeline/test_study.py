@@ -147,6 +147,7 @@ def test_a_study_that_was_killed_gives_the_same_result(
     while any(map(alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(alive, workers))
+    assert not (tmp_path / "s" / "study.json").exists()
     words[words.index("--jobs") + 1] = "1"
     done = CliRunner().invoke(cli.main, words[words.index("study") :])
     assert done.exit_code == 0, done.stderr

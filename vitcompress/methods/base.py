@@ -97,7 +97,7 @@ class Chart:
 
 
 def ranked(name: str, scores: Sequence[float], kept: Sequence[int] | int) -> Line:
-    """Scores in descending order, over the share of channels with higher ones. kept: channels, or how many of them."""
+    """Descending scores, over the share of channels with higher ones. kept: the channels that stay, or their number."""
     order = sorted(range(len(scores)), key=lambda channel: -scores[channel])
     stay = set(order[:kept] if isinstance(kept, int) else kept)
     share = [rank / max(1, len(order) - 1) for rank in range(len(order))]

@@ -23,7 +23,7 @@ STATE = ("scores", "sparsity", "skipped", "revived", "trace")
 
 
 def sparsity_at(options: SeroOptions, epoch: int, step: int, steps: int) -> float:
-    """Share of units to mask in `step` of `epoch`: cubic after the warm-up, T counting all epochs; all in the last."""
+    """Share of units to mask: cubic after the warm-up, T counting all epochs; in the last one the requested share."""
     if epoch == options.epochs - 1:
         return options.sparsity
     if epoch < options.warmup_epochs:

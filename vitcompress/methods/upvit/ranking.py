@@ -66,7 +66,7 @@ def candidates(stage: str, blocks: Sequence[Block]) -> Iterator[Candidate]:
 
 @torch.inference_mode()
 def block_scores(model: nn.Module, plans: Sequence[Plan], reference: Plan, loader: EvalLoader) -> Tensor:
-    """KL divergence of the outputs after each plan from those after `reference`, summed over own images: (plans,)."""
+    """KL divergence of outputs after each plan from those after `reference`, over this process's images: (plans,)."""
     shared = {id(parameter): parameter for parameter in model.parameters()}  # by all copies, which lack some modules
     base, *changed = (surgery.apply_plan(deepcopy(model, {**shared}), plan).eval() for plan in (reference, *plans))
     total = torch.zeros(len(plans), dtype=torch.float64)
