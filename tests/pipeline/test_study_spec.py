@@ -63,6 +63,26 @@ def test_wrong_arguments_are_reported_and_nothing_is_written(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        ("like=digits", "like   is only read from the file, --set changes summary, epochs, speed, base, options, row"),
+        ("like=", "like   is only read from the file"),
+        ("options.hetdpt.prunned_layers=2", "options.hetdpt.prunned_layers   unknown key, did you mean pruned_layers?"),
+        ("options.nose.zz=2", "options.nose.zz   unknown key, known: "),
+        ("options.random.atention=2", "row random_2: step.0.atention   unknown key, did you mean attention?"),
+    ],
+)
+def test_a_change_without_effect_is_rejected(tiny: Path, tmp_path: Path, change: str, words: str) -> None:
+    path = tmp_path / "like.toml"
+    path.write_text(f'like = "{tiny}"\nepochs = 7\n{TINY[TINY.index("[[row]]") :]}')
+    error = error_of(str(path), "--dry-run", "--set", change)
+    assert words in error and "(1 problem)" in error
+    if change.startswith("options.random"):
+        words = "options.random.atention   unknown key, did you mean attention?"
+        assert words in error_of(str(path), "--dry-run", "--set", change, "--rows", "control")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
         (("epochs = 2\n", "epochs = 1\n"), "all 2 rows: epochs = 1 leaves 0 for the fine-tuning"),
         (("lr = ", "lrr = "), "all 2 rows: "),
         (("epochs = 2\n", ""), "epochs"),

@@ -11,7 +11,7 @@ from pydantic import BaseModel, JsonValue
 from vitcompress.errors import InputError, RecipeError, did_you_mean
 from vitcompress.exporters.options import Positive
 from vitcompress.io.run_folder import RunFolder
-from vitcompress.io.validation import STRICT, Doc, Matching, validate
+from vitcompress.io.validation import STRICT, Doc, Matching, describe_unknown, validate
 from vitcompress.methods.options import find_options
 from vitcompress.recipe.load import assign, build_recipe, read_table
 from vitcompress.recipe.schema import ProtocolTable, Recipe
@@ -99,18 +99,21 @@ def load_study(source: str, sets: Sequence[str] = (), rows: Sequence[str] = ()) 
     Raises RecipeError with every mistake, and InputError, with the nearest names, if there is no such study or row.
     """
     name, data = read_table("study", source)
-    other = read_table("study", data["like"])[1] if isinstance(data.get("like"), str) else {}
+    other = read_table("study", like)[1] if isinstance(like := data.get("like"), str) else {}
     for key in ("speed", "base", "options"):
         shared, own = other.get(key), data.get(key, {})
         if isinstance(shared, dict) and isinstance(own, dict):
             data[key] = {**shared, **own}
     label = f"of the study {source}"
     problems = [problem for text in sets if (problem := assign(data, text))]
+    if data.get("like") != like:
+        keys = ", ".join(key for key in _Tables.model_fields if key != "like")
+        problems.append(f"like   is only read from the file, --set changes {keys}")
     tables = validate(_Tables, data, "", problems)
     if tables is None:
         raise RecipeError(label, problems)
-    problems += _contradictions(tables)
     selected, wrong = _select(tables.row, rows), defaultdict[str, list[str]](list)
+    problems += [*_contradictions(tables), *_unknown_options(tables, selected)]
     built = [row for table in selected if (row := _build_row(name, tables, table, wrong)) is not None]
     if not (problems or wrong):  # as this imports torch
         built = [_divide_epochs(row, tables.epochs, wrong) for row in built]
@@ -174,11 +177,19 @@ def _contradictions(tables: _Tables) -> Iterator[str]:
     yield from (f"{place}   follows from the study's total: set epochs instead" for place in places)
     other = (row.name for row in tables.row if any(s.strip().startswith(("model", "data", "dense")) for s in row.set))
     yield from (f"row {name}.set   changes model, data or dense, which all rows share: set base" for name in other)
-    for method in tables.options:
+
+
+def _unknown_options(tables: _Tables, selected: Sequence[RowTable]) -> Iterator[str]:
+    """Unknown methods in [options], and unknown keys of those that no row has: the others are checked in its steps."""
+    used = {step.get("method") for row in selected for step in row.step}
+    for method, options in tables.options.items():
         try:
-            find_options(method)
+            known = find_options(method).__dataclass_fields__
         except InputError as error:
             yield f"options.{method}   {error.message}"
+        else:
+            unknown = [] if method in used else [key for key in options if key not in known]
+            yield from (f"options.{method}.{key}   {describe_unknown(key, known)}" for key in unknown)
 
 
 def _select(rows: Sequence[RowTable], names: Sequence[str]) -> list[RowTable]:
