@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -137,7 +138,8 @@ def _check_folder(folder: Path, study: Study, runs: Sequence[Run]) -> None:
         check_folder(run.folder, run.recipe, structure_only=False, fresh=False)
 
 
-Outcome = tuple[Run, float, str | None]  # a run, its duration in seconds, and the error message if it failed
+# A run, its duration in seconds, and the error message and the traceback if it failed.
+Outcome = tuple[Run, float, str | None, str]
 
 
 def execute_runs(runs: Sequence[Run], jobs: int, progress: Progress) -> None:
@@ -148,17 +150,21 @@ def execute_runs(runs: Sequence[Run], jobs: int, progress: Progress) -> None:
     waiting = [run for run in runs if not run.is_done]
     if len(waiting) < len(runs):
         progress.note(f"{len(runs) - len(waiting)} of {len(runs)} runs are already done")
-    failed: dict[str, list[str]] = {}
+    failed, tracebacks = dict[str, list[str]](), dict[str, str]()
     outcomes = (_execute(run, progress) for run in waiting) if jobs == 1 else _run_in_processes(waiting, jobs)
-    for number, (run, seconds, problem) in enumerate(outcomes, len(runs) - len(waiting) + 1):
+    for number, (run, seconds, problem, trace) in enumerate(outcomes, len(runs) - len(waiting) + 1):
         if problem is not None:
             failed.setdefault(problem, []).append(run.name)
+            tracebacks.setdefault(problem, trace)
         progress.update("runs", number, len(runs))
         progress.note(f"{number} of {len(runs)}: {run.name} {'failed' if problem else 'done'} ({seconds:.0f} s)")
     if failed:
         lines = [f"{', '.join(names)}: {problem}" for problem, names in failed.items()]
         message = "\n  ".join([f"{sum(map(len, failed.values()))} of {len(runs)} runs failed", *lines])
-        raise VitcompressError(message, hint="the other runs are done; the same command repeats these")
+        error = VitcompressError(message, hint="the other runs are done; the same command repeats these")
+        for text in filter(None, tracebacks.values()):  # shown with --debug
+            error.add_note(text)
+        raise error
 
 
 def _run_in_processes(runs: Sequence[Run], jobs: int) -> Iterator[Outcome]:
@@ -176,7 +182,7 @@ def _run_in_processes(runs: Sequence[Run], jobs: int) -> Iterator[Outcome]:
 
 def _execute(run: Run, progress: Progress = SILENT) -> Outcome:
     """Start or continue one run. Errors are returned, so that the other runs continue."""
-    start, problem = time.monotonic(), None
+    start, problem, trace = time.monotonic(), None, ""
     progress.stage(f"{run.row.title}, seed {run.seed}")
     try:
         with cpu_threads(run.recipe.run.threads):
@@ -185,7 +191,8 @@ def _execute(run: Run, progress: Progress = SILENT) -> Outcome:
             problem = "; ".join(rejected_exports(run.folder).values()) or f"{run.evaluated} is missing: restore it"
     except Exception as error:  # noqa: BLE001 - such as too little memory for this run
         problem = getattr(error, "message", f"{type(error).__name__}: {first_line(error)}")
-    return run, time.monotonic() - start, problem
+        trace = traceback.format_exc()
+    return run, time.monotonic() - start, problem, trace
 
 
 def _exit_with_parent() -> None:
