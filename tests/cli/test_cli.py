@@ -161,6 +161,7 @@ WRONG: list[tuple[tuple[str, ...], str]] = [
     (("recipe", "digits_hetdpt", "--export", "onxx"), "onxx"),
     (("recipes", "show", "digits_nos"), "digits_nose"),
     (("recipes", "show", __file__), "is a file, not the name of a recipe of this package"),
+    (("study", "show"), "use digits, digits_int8"),
     (("study", "show", __file__), "is a file, not the name of a study of this package"),
     (("recipe", "digits_hetdpt", "--set", "pruned_layers=3"), "published, step"),
     (("recipe", "digits_hetdpt", "--set", "steps.pruned_layers=3"), "did you mean step?"),

@@ -216,7 +216,9 @@ def study(
     if source == "show":
         from vitcompress.cli.output.terminal import print_document
 
-        text = shipped.study_text(shown or "")
+        if shown is None:
+            raise InputError("`study show` needs the name of a study", hint=f"use {', '.join(shipped.study_names())}")
+        text = shipped.study_text(shown)
         return print_result({"name": shown, "toml": text}, lambda _: print_document(text, "toml"))
     if shown is not None:
         raise click.UsageError(f"got two studies, {source} and {shown}; `study show NAME` prints one")
