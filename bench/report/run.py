@@ -33,6 +33,8 @@ def read_report(folder: str | Path) -> records.Report:
     check_unchanged(path.parent, path)
     if not path.is_file():
         hint = "give folders of finished runs; `vitcompress recipe` continues an unfinished one"
+        if runs := sorted(path.parent.glob(f"*/{path.name}")):  # as in the folder of a study
+            hint = f"give the run folders in it, such as {runs[0].parent}"
         raise ArtifactError(f"{folder} has no {path.name}", hint=hint)
     report: records.Report = read_record(path, records.Report)
     check_record(path, report.get("accuracy"), ACCURACIES | None)

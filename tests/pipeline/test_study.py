@@ -108,6 +108,12 @@ def test_reports_take_the_speeds_of_a_study(whole: tuple[Path, dict[str, Any]], 
     assert done.exit_code == 2 and "no measurement of the present files of" in json.loads(done.stdout)["error"]
 
 
+def test_a_report_of_a_study_names_its_run_folders(whole: tuple[Path, dict[str, Any]]) -> None:
+    done = CliRunner().invoke(cli.main, ["report", str(whole[0]), "--json"])
+    hint = f"give the run folders in it, such as {whole[0] / 'control-seed0'}"
+    assert (done.exit_code, json.loads(done.stdout)["hint"]) == (2, hint)
+
+
 def test_mistakes_are_those_that_accuracy_counts(whole: tuple[Path, dict[str, Any]]) -> None:
     folder, result = whole
     for run in result["runs"]:
@@ -192,8 +198,9 @@ class FullMemory(RecordedProgress):
 
 
 def test_a_run_without_enough_memory_does_not_stop_the_others(tiny: Path, tmp_path: Path) -> None:
-    with pytest.raises(VitcompressError, match=r"1 of 2 runs failed\n  control-seed0: RuntimeError: .*memory"):
+    with pytest.raises(VitcompressError, match=r"1 of 2 runs failed\n  control-seed0: RuntimeError: .*memory") as error:
         run_study(load_study(str(tiny)), StudyOptions(tmp_path / "s", seeds=1, speed="later"), FullMemory())
+    assert "torch.empty(2**60)" in error.value.__notes__[-1], "the traceback, which --debug prints"
     assert (tmp_path / "s" / "random_2-seed0" / "report.json").is_file()
 
 
