@@ -2,7 +2,7 @@
 
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import click
 
@@ -26,8 +26,6 @@ def verify(folder: Path, require_verified: bool, adopt: bool) -> int:
     fails.
     """
     with show_progress() as progress:
-        from vitcompress.bench.report.records import VerificationRecord
-        from vitcompress.bench.report.run import count_verdicts, describe_bytes, weight_table
         from vitcompress.cli.output import tables
         from vitcompress.io.manifest import REMEDY
         from vitcompress.io.run_folder import RunFolder
@@ -42,10 +40,7 @@ def verify(folder: Path, require_verified: bool, adopt: bool) -> int:
         with claim_run(folder):
             verification = verify_folder(folder, dense=dense, progress=progress, adopt=adopt)
             refresh_reports([folder], progress)
-        data = cast(VerificationRecord, {"weights": {"tensors": [], "files": []}, **verification.to_dict()})
-        weights = weight_table(data["weights"])
-    summary = [*describe_bytes(data["weights"]), count_verdicts(data)]
-    print_result(data, lambda _: tables.print_verification(data["checks"], weights, summary))
+    print_result({"weights": {"tensors": [], "files": []}, **verification.to_dict()}, tables.print_verification)
     failed, not_run = ([c.name for c in verification.checks if c.verdict == what] for what in ("failed", "not_run"))
     if changed := [name for name in failed if name.startswith("manifest.")]:
         return report_failure(f"files that are not as they were written: {len(changed)}", REMEDY)
@@ -61,7 +56,7 @@ def verify(folder: Path, require_verified: bool, adopt: bool) -> int:
 @opt.option("--out -o", "File to write (default: in DIR).", FILE)
 @opt.flag("--dense", "Export the model before pruning, to compare with.")
 @opt.flag("--require-verified", "Exit code 1 if the file cannot be verified on this machine.")
-@opt.option("--sign", "Sign the file with this private key, unless a check fails.", **opt.KEY)
+@opt.option("--sign", "Sign the file with this private key, unless a check fails.", opt.parse_key, "KEY")
 @common_options
 def export(
     folder: Path, form: str | None, out: Path | None, dense: bool, require_verified: bool, **options: Any
@@ -121,7 +116,7 @@ def keygen(key: Path) -> int:
 
 @click.command()
 @click.argument("artifact", type=PATH, metavar="FILE|DIR")
-@opt.option("--key", "Private ed25519 key, of keygen or ssh-keygen.", required=True, **opt.KEY)
+@opt.option("--key", "Private ed25519 key, of keygen or ssh-keygen.", opt.parse_key, "KEY", required=True)
 @common_options
 def sign(artifact: Path, key: Any) -> int:
     """Sign an exported file or a run folder.

@@ -96,15 +96,11 @@ def parse_points(ctx: click.Context, param: click.Parameter, value: float | None
     raise click.BadParameter(f"got {value:g}, expected percentage points from 0 to below 100, as in 1.5")
 
 
-def _read_key(ctx: click.Context, param: click.Parameter, value: Path | None) -> Any:
-    if value is None:
-        return None
+def parse_key(value: str) -> Any:
+    """The private key in a file."""
     from vitcompress.io.signature import read_private_key  # which needs an extra
 
-    return read_private_key(value)
-
-
-KEY: dict[str, Any] = {"type": FILE, "metavar": "KEY", "callback": _read_key}
+    return read_private_key(FILE.convert(value, None, None))
 
 
 def add_options(*options: Decorator) -> Decorator:

@@ -8,7 +8,7 @@ from vitcompress.bench.accuracy import Evaluation
 from vitcompress.bench.report.compare import Comparison
 from vitcompress.bench.report.loss import describe_difference, interval_in_points
 from vitcompress.bench.report.records import BenchRecord, CheckRecord
-from vitcompress.bench.report.run import check_table, format_speed
+from vitcompress.bench.report.run import check_table, count_verdicts, describe_bytes, format_speed, weight_table
 from vitcompress.cli.output.terminal import print_line, print_table, print_text
 from vitcompress.exporters.doctor import NO_CLOCKS
 from vitcompress.io.text import NOT_MEASURED, Columns, Table, format_range, shorten_names, shorten_paths
@@ -35,12 +35,12 @@ def _describe_check(check: CheckRecord) -> str:
     return f"{detail}: {command}" if command else detail
 
 
-def print_verification(checks: Iterable[CheckRecord], weights: Table, summary: Iterable[str]) -> None:
-    """Checks, every weight that the plan changes, and a summary."""
-    print_checks(checks)
-    if weights.rows:
+def print_verification(verification: Any) -> None:
+    """Checks, every weight that the plan changes, and a summary, of a `VerificationRecord` with `weights`."""
+    print_checks(verification["checks"])
+    if (weights := weight_table(verification["weights"])).rows:
         print_table(weights)
-    print_text("\n".join(summary))
+    print_text("\n".join([*describe_bytes(verification["weights"]), count_verdicts(verification)]))
 
 
 def print_counts(sizes: Sequence[SizeComparison]) -> None:
