@@ -54,7 +54,7 @@ def test_every_command_is_documented(name: str) -> None:
     assert f"`vitcompress {name}" in README
 
 
-@pytest.mark.parametrize(("command", "option"), [("recipe", "export"), ("export", "form")])
+@pytest.mark.parametrize(("command", "option"), [("recipe", "export"), ("export", "format")])
 def test_help_and_readme_name_every_format(command: str, option: str) -> None:
     (text,) = (p.help for p in cli.main.commands[command].params if isinstance(p, click.Option) and p.name == option)
     for name in EXPORTERS:

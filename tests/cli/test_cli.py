@@ -296,7 +296,7 @@ def test_other_names_of_formats_and_precisions(monkeypatch: pytest.MonkeyPatch) 
     precision = lambda *words: export.make_context("export", ["tests", *words]).params["precision"]  # noqa: E731
     export = cli.main.commands["export"]
     assert [precision("--precision", word) for word in ("half", "Float16", "fp16", "fp8")] == [*["fp16"] * 3, "fp8"]
-    formats = [export.make_context("export", ["tests", "--format", word]).params["form"] for word in ("ov", "engine")]
+    formats = [export.make_context("export", ["tests", "--format", word]).params["format"] for word in ("ov", "engine")]
     assert formats == ["openvino", "trt"]
     recipe = cli.main.commands["recipe"].make_context("recipe", ["x", "--export", "tensorrt,ov", "-o", "out", "-q"])
     assert recipe.params["export"] == ("trt", "openvino") and recipe.params["out"] == Path("out")
@@ -307,7 +307,7 @@ def test_other_names_of_formats_and_precisions(monkeypatch: pytest.MonkeyPatch) 
 def test_every_option_has_an_environment_variable_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VITCOMPRESS_RECIPE_SET", "finetune.epochs=-7 run.seed=3")
     recipe = cli.main.commands["recipe"].make_context("recipe", ["x"], auto_envvar_prefix="VITCOMPRESS_RECIPE")
-    assert recipe.params["sets"] == ("finetune.epochs=-7", "run.seed=3")
+    assert recipe.params["set"] == ("finetune.epochs=-7", "run.seed=3")
     assert "-7" in invoke("recipe", "digits_hetdpt").output
     monkeypatch.setenv("VITCOMPRESS_RECIPES_JSON", "1")
     assert "digits_hetdpt" in json.loads(invoke("recipes").stdout)

@@ -51,7 +51,7 @@ def verify(folder: Path, require_verified: bool, adopt: bool) -> int:
 
 @click.command()
 @click.argument("folder", type=PATH, metavar="DIR")
-@opt.option("--format form", "onnx (default), openvino, trt or trt-rtx.", opt.parse_name, "FORMAT")
+@opt.option("--format", "onnx (default), openvino, trt or trt-rtx.", opt.parse_name, "FORMAT")
 @opt.export_options
 @opt.option("--out -o", "File to write (default: in DIR).", FILE)
 @opt.flag("--dense", "Export the model before pruning, to compare with.")
@@ -59,7 +59,7 @@ def verify(folder: Path, require_verified: bool, adopt: bool) -> int:
 @opt.option("--sign", "Sign the file with this private key, unless a check fails.", opt.parse_key, "KEY")
 @common_options
 def export(
-    folder: Path, form: str | None, out: Path | None, dense: bool, require_verified: bool, **options: Any
+    folder: Path, format: str | None, out: Path | None, dense: bool, require_verified: bool, **options: Any
 ) -> int:
     """Export a finished run folder again.
 
@@ -82,10 +82,10 @@ def export(
         stated = {name: value for name, value in options.items() if value not in (None, (), FASTEST)}
         settings, candidates = options_of(ExportOptions, stated, "export"), list[Any]()
         if fastest:
-            best, candidates = choose_fastest(folder, form, settings, out=out, dense=dense, progress=progress)
-            form, settings = best.format, options_for(settings, best)
+            best, candidates = choose_fastest(folder, format, settings, out=out, dense=dense, progress=progress)
+            format, settings = best.format, options_for(settings, best)
         with lock_file(RunFolder(folder).plan, lambda: progress.note("waiting for another export of this folder")):
-            done = export_folder(folder, form or "onnx", options=settings, out=out, dense=dense, progress=progress)
+            done = export_folder(folder, format or "onnx", options=settings, out=out, dense=dense, progress=progress)
             with record_changes(folder):
                 outcome = verify_export(folder, done, progress, dense=dense)
             refresh_reports([folder], progress)

@@ -1,7 +1,6 @@
 """Parsing of option values, shell completion, and groups of options that several commands share."""
 
 import contextlib
-import os
 import re
 from collections.abc import Callable, Iterable
 from functools import reduce
@@ -109,19 +108,12 @@ def add_options(*options: Decorator) -> Decorator:
 
 
 class _Option(click.Option):
-    """Its environment variable is named after the option, not after the argument of the function."""
-
-    def _variable(self, ctx: click.Context) -> str:
-        name = max(self.opts, key=len).strip("-").replace("-", "_").upper()
-        return f"{ctx.auto_envvar_prefix}_{name}"
-
-    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
-        return os.environ.get(self._variable(ctx)) or None
+    """Errors name the environment variable that the value is from."""
 
     def get_error_hint(self, ctx: click.Context | None) -> str:
-        hint = super().get_error_hint(ctx)
-        if ctx is not None and ctx.get_parameter_source(self.name or "") is ParameterSource.ENVIRONMENT:
-            return f"{hint} (from {self._variable(ctx)})"
+        hint, name = super().get_error_hint(ctx), self.name or ""
+        if ctx is not None and ctx.get_parameter_source(name) is ParameterSource.ENVIRONMENT:
+            return f"{hint} (from {ctx.auto_envvar_prefix}_{name.upper()})"
         return hint
 
 
@@ -214,7 +206,7 @@ dry_run_option = flag(
 )
 SET_EXAMPLE = "as in --set finetune.epochs=10 (of a study: --set epochs=60)"
 set_option = option(
-    "--set sets",
+    "--set",
     f"Change a key, {SET_EXAMPLE}; KEY= restores its default. Can be repeated.",
     metavar="KEY=VALUE",
     multiple=True,

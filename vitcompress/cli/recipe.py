@@ -41,7 +41,7 @@ from vitcompress.io.run_folder import RunFolder
 def recipe(
     source: str,
     model: str | None,
-    sets: tuple[str, ...],
+    set: tuple[str, ...],
     dry_run: bool,
     max_drop: float | None,
     require_verified: bool,
@@ -57,7 +57,7 @@ def recipe(
     with show_progress(collect=not dry_run) as progress:
         from vitcompress.recipe.load import load_recipe
 
-        loaded = load_recipe(source, sets, model)  # reports mistakes before the imports below, which take seconds
+        loaded = load_recipe(source, set, model)  # reports mistakes before the imports below, which take seconds
         finished = RunFolder(options["out"] or Path("runs", loaded.name)).report.is_file()
         if not (dry_run or finished):  # a dry run lists all that is missing, a finished run may not need it
             check_files(options)
@@ -149,9 +149,9 @@ def _recipes_and_methods() -> tuple[str, ...]:
 
 @recipes.command()
 @click.argument("source", metavar="NAME|FILE|METHOD", shell_complete=opt.complete_names(_recipes_and_methods))
-@opt.flag("--all every", "For a method: also the keys of the other tables of a recipe.")
+@opt.flag("--all", "For a method: also the keys of the other tables of a recipe.")
 @common_options
-def keys(source: str, every: bool) -> int:
+def keys(source: str, all: bool) -> int:
     """List all keys of a recipe, or those of a method.
 
     With type, default, description and the recipe's value. Keys are the same in TOML and with --set.
@@ -160,7 +160,7 @@ def keys(source: str, every: bool) -> int:
         from vitcompress.cli.output.terminal import print_pairs
         from vitcompress.recipe.keys import Key, keys_of
 
-        listed = keys_of(source, every)
+        listed = keys_of(source, all)
         if not listed:
             progress.note(f"{source} has no options; --all lists the keys of the other tables of a recipe")
 
@@ -206,7 +206,7 @@ def schema() -> int:
 @opt.dry_run_option
 @common_options
 def study(
-    source: str, shown: str | None, sets: tuple[str, ...], rows: tuple[str, ...] | None, dry_run: bool, **options: Any
+    source: str, shown: str | None, set: tuple[str, ...], rows: tuple[str, ...] | None, dry_run: bool, **options: Any
 ) -> int:
     """Train methods side by side with several seeds, and compare them.
 
@@ -225,7 +225,7 @@ def study(
     with show_progress() as progress:
         from vitcompress.pipeline.study.spec import load_study
 
-        loaded = load_study(source, sets, rows or ())  # reports mistakes before the imports below, which take seconds
+        loaded = load_study(source, set, rows or ())  # reports mistakes before the imports below, which take seconds
         from vitcompress.cli.output import tables, terminal
         from vitcompress.pipeline.study.results import pair_table, row_table
         from vitcompress.pipeline.study.run import StudyOptions, dry_run_study, run_study
