@@ -4,7 +4,7 @@ import inspect
 import json
 import re
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from functools import cache, wraps
 from numbers import Integral
@@ -183,7 +183,8 @@ def _describe(item: Any, root: type[BaseModel]) -> str:
     seen = str(value).lower() if isinstance(value, bool) else " ".join(shown.split())  # in TOML syntax
     seen = seen if len(seen) <= 60 else f"{seen[:57]}..."
     if kind in UNKNOWN:
-        return describe_unknown(str(item["loc"][-1]), list(_keys(root, item["loc"][:-1])))
+        known = list(_keys(root, item["loc"][:-1]))
+        return f"{UNKNOWN_KEY}{did_you_mean(str(item['loc'][-1]), known) or ', known: ' + ', '.join(known)}"
     if kind in BOUNDS:
         key, words = BOUNDS[kind]
         return f"got {seen}, expected " + words.format(str(context[key]).removesuffix(".0"))
@@ -194,11 +195,6 @@ def _describe(item: Any, root: type[BaseModel]) -> str:
         return "is missing"
     name = kind if kind in KINDS else context.get("class", context.get("class_name"))  # of the class it should have
     return f"got {seen}, expected {KINDS.get(name, f'a {name}')}" if name else f"got {seen}: {item['msg']}"
-
-
-def describe_unknown(key: str, known: Collection[str]) -> str:
-    """`unknown key`, and the nearest or all known ones."""
-    return UNKNOWN_KEY + (did_you_mean(key, known) or f", known: {', '.join(known)}")
 
 
 def _keys(root: type[BaseModel], loc: tuple[int | str, ...]) -> Iterator[str]:

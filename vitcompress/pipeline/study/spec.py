@@ -11,7 +11,7 @@ from pydantic import BaseModel, JsonValue
 from vitcompress.errors import InputError, RecipeError, did_you_mean
 from vitcompress.exporters.options import Positive
 from vitcompress.io.run_folder import RunFolder
-from vitcompress.io.validation import STRICT, Doc, Matching, describe_unknown, validate
+from vitcompress.io.validation import STRICT, Doc, Matching, validate, validate_options
 from vitcompress.methods.options import find_options
 from vitcompress.recipe.load import assign, build_recipe, read_table
 from vitcompress.recipe.schema import ProtocolTable, Recipe
@@ -113,7 +113,7 @@ def load_study(source: str, sets: Sequence[str] = (), rows: Sequence[str] = ()) 
     if tables is None:
         raise RecipeError(label, problems)
     selected, wrong = _select(tables.row, rows), defaultdict[str, list[str]](list)
-    problems += [*_contradictions(tables), *_unknown_options(tables, selected)]
+    problems += _contradictions(tables, selected)
     built = [row for table in selected if (row := _build_row(name, tables, table, wrong)) is not None]
     if not (problems or wrong):  # as this imports torch
         built = [_divide_epochs(row, tables.epochs, wrong) for row in built]
@@ -162,8 +162,8 @@ def _build_row(study: str, tables: _Tables, row: RowTable, wrong: dict[str, list
     return Row(**vars(row), recipe=recipe)
 
 
-def _contradictions(tables: _Tables) -> Iterator[str]:
-    """Mistakes that involve several tables."""
+def _contradictions(tables: _Tables, selected: Sequence[RowTable]) -> Iterator[str]:
+    """Mistakes that involve several tables, and those in [options] of methods that no selected row has."""
     curves = {row.curve for row in tables.row}
     for key in ("name", "title"):  # tables and pictures name a row by its title
         counts = Counter(getattr(row, key) for row in tables.row)
@@ -177,19 +177,15 @@ def _contradictions(tables: _Tables) -> Iterator[str]:
     yield from (f"{place}   follows from the study's total: set epochs instead" for place in places)
     other = (row.name for row in tables.row if any(s.strip().startswith(("model", "data", "dense")) for s in row.set))
     yield from (f"row {name}.set   changes model, data or dense, which all rows share: set base" for name in other)
-
-
-def _unknown_options(tables: _Tables, selected: Sequence[RowTable]) -> Iterator[str]:
-    """Unknown methods in [options], and unknown keys of those that no row has: the others are checked in its steps."""
-    used = {step.get("method") for row in selected for step in row.step}
+    used = {step.get("method") for row in selected for step in row.step}  # whose options are checked in their steps
     for method, options in tables.options.items():
+        problems = list[str]()
         try:
-            known = find_options(method).__dataclass_fields__
+            if method not in used:
+                validate_options(find_options(method), options, f"options.{method}.", problems)
         except InputError as error:
-            yield f"options.{method}   {error.message}"
-        else:
-            unknown = [] if method in used else [key for key in options if key not in known]
-            yield from (f"options.{method}.{key}   {describe_unknown(key, known)}" for key in unknown)
+            problems.append(f"options.{method}   {error.message}")
+        yield from problems
 
 
 def _select(rows: Sequence[RowTable], names: Sequence[str]) -> list[RowTable]:
