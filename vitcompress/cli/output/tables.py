@@ -75,8 +75,7 @@ def print_dry_run(plan: DryRun) -> None:
     print_table(Table.of("Stages", stages, plan.stages))
     cost = {"model": "{model}", **SIZES, "MACs without attention products": "{macs_linear:,}"}
     records = ({"model": name, **vars(count)} for name, count in plan.cost.items())
-    values: Columns = {"source": lambda row: row[0], "dense model": lambda row: row[1]}
-    print_table(Table.of("", values, list_by_source(plan.settings).items()), wrap=True)
+    print_table(Table("", ("source", "dense model"), tuple(list_by_source(plan.settings).items())), wrap=True)
     if plan.cost:
         print_table(Table.of("Cost" + f" (layers or channels: {plan.layers})" * bool(plan.layers), cost, records))
     _print_missing(plan)
