@@ -213,7 +213,7 @@ class BenchRecord(TypedDict):
 
 
 class CheckRecord(TypedDict):
-    """One check: passed if `value` is at most `tolerance`. command: runs it on the target."""
+    """One check: passed if `value` is at most `tolerance`. command: runs it on the target. applies: see `Check`."""
 
     name: str
     verdict: Status
@@ -221,6 +221,7 @@ class CheckRecord(TypedDict):
     tolerance: float | None
     detail: str
     command: str | None
+    applies: NotRequired[bool]
     passed: bool
 
 

@@ -20,6 +20,7 @@ class Check:
     """The result of one check: a value and its largest allowed value.
 
     command: for a check that cannot run on this machine, the command that runs it on the target.
+    applies: False for a check that did not run because the model has nothing that it could check.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Check:
     tolerance: float | None = None
     detail: str = ""
     command: str | None = None
+    applies: bool = True
 
     def to_dict(self, folder: Path | None = None) -> dict[str, object]:
         """folder: an absolute one is called DIR in the texts, as in files that leave this machine."""

@@ -86,10 +86,9 @@ def fold_folder_checks(files: RunFolder, model: nn.Module, plan: Plan, images: T
         model = load_model_files(files.plan, files.folded) if files.folded.is_file() else model  # before more training
         unfolded, before = load_model_files(files.unfolded_plan, files.unfolded), read_plan(files.unfolded_plan)
         yield from fold_checks(unfolded, model, [name for name in plan.folded if name not in before.folded], images)
-    elif plan.folded:
-        yield Check("fold", "not_run", detail="the unfolded weights are not in the folder")
     else:
-        yield Check("fold", "passed", detail="nothing was folded")
+        detail = "the unfolded weights are not in the folder" if plan.folded else "nothing was folded"
+        yield Check("fold", "not_run", detail=detail, applies=bool(plan.folded))
     for step in load_steps(files):
         if step.delta.folded:
             folded = surgery.apply_to_copy(step.model, step.delta).eval()
