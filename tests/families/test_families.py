@@ -175,6 +175,24 @@ def test_a_prepared_model_equals_timms(variant: str) -> None:
     assert list(build(variant).state_dict()) == names
 
 
+@pytest.mark.parametrize(
+    ("variant", "frozen", "joined"),
+    [
+        ("inner_norms_rotary", "attn.q_proj", "attn.qkv"),
+        ("packed_biases", "attn.q_bias", "attn.qkv"),
+        ("split_swiglu", "mlp.fc1_g", "mlp.fc1"),
+    ],
+)
+def test_joined_layers_are_trained_unless_all_of_them_are_frozen(variant: str, frozen: str, joined: str) -> None:
+    model = build(variant, prepared=False)
+    for name, parameter in model.blocks[0].named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen))
+    model.blocks[1].requires_grad_(False)
+    prepare_model(model)
+    assert all(parameter.requires_grad for parameter in model.blocks[0].get_submodule(joined).parameters())
+    assert not any(parameter.requires_grad for parameter in model.blocks[1].parameters())
+
+
 def test_a_plan_prepares_the_model_that_it_is_applied_to() -> None:
     model, x = build("beit", prepared=False), images("beit")
     plan = replace(contract("beit").plan, kept=kept_channels(model, {"qk", "v", "mlp"}))

@@ -111,3 +111,11 @@ def test_folding_keeps_modes_and_frozen_parameters() -> None:
     assert not any(module.training for module in model.modules())
     assert {p.requires_grad for p in model.blocks[1].mlp.parameters()} == {False}
     assert {p.requires_grad for p in model.blocks[0].mlp.parameters()} == {True}
+
+
+def test_a_folded_pair_is_trained_unless_both_layers_are_frozen() -> None:
+    model = build("plain")
+    plan = depth_plan(model, contract("plain").plan, [], [0])
+    apply_plan(model, plan).blocks[0].mlp.fc2.requires_grad_(False)
+    fold_linears(model, plan)
+    assert {p.requires_grad for p in model.blocks[0].mlp.parameters()} == {True}

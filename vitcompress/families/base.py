@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from timm.layers import AttentionPoolLatent, GluMlp, LayerNorm2d, LayerScale, Mlp, PatchEmbed, SwiGLU
-from torch import nn
+from torch import Tensor, nn
 
 from vitcompress.families.attention import AnyWidthAttention, SlicedPool
 from vitcompress.families.edited_block import EditedBlock, Wiring, branches_of
@@ -361,14 +361,19 @@ def _last_linear(path: str, part: nn.Module) -> str:
     return f"{path}.proj" if hasattr(part, "proj") else f"{path}.fc2"
 
 
+def join_parameters(*parts: Tensor) -> nn.Parameter:
+    """`parts` as the rows of one parameter, which is trained if any of them is."""
+    return nn.Parameter(torch.cat(parts).detach(), any(part.requires_grad for part in parts))
+
+
 def join_layers(*layers: Any) -> nn.Linear:
     """The layer that computes the outputs of `layers` side by side. Missing biases are zero if the first has one."""
     first, rows = layers[0], sum(layer.out_features for layer in layers)
     joined = nn.Linear(first.in_features, rows, bias=first.bias is not None, device="meta")
     for name, own in first.named_parameters():
         parts = (getattr(layer, name) for layer in layers)
-        filled = [own.new_zeros(len(own)) if part is None else part for part in parts]
-        setattr(joined, name, nn.Parameter(torch.cat(filled).detach(), own.requires_grad))
+        filled = (own.new_zeros(len(own)) if part is None else part for part in parts)
+        setattr(joined, name, join_parameters(*filled))
     return joined.train(first.training)
 
 

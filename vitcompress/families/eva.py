@@ -9,14 +9,13 @@ from copy import copy, deepcopy
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
-import torch
 from timm.layers import AttentionPoolLatent, AttentionRope, GluMlp, Mlp, SwiGLU
 from timm.models.beit import Attention, Beit, Block
 from timm.models.eva import Eva, EvaAttention, EvaBlock
 from torch import Tensor, nn
 
 from vitcompress.families.attention import SlicedPool, SlicedPositionAttention, SlicedRotaryAttention
-from vitcompress.families.base import Described, join_layers
+from vitcompress.families.base import Described, join_layers, join_parameters
 from vitcompress.families.edited_block import Wiring, children
 from vitcompress.families.gated_ffn import pack
 from vitcompress.families.vit import VitFamily
@@ -80,8 +79,7 @@ class EvaFamily(VitFamily):
                 attn.qkv = join_layers(attn.q_proj, attn.k_proj, attn.v_proj)
                 attn.q_proj = attn.k_proj = attn.v_proj = None
             if getattr(attn, "q_bias", None) is not None and isinstance(attn.qkv, nn.Linear):
-                packed = torch.cat([attn.q_bias, attn.k_bias, attn.v_bias]).detach()
-                attn.qkv.bias = nn.Parameter(packed, requires_grad=attn.q_bias.requires_grad)
+                attn.qkv.bias = join_parameters(attn.q_bias, attn.k_bias, attn.v_bias)
                 attn.q_bias = attn.k_bias = attn.v_bias = None
 
     def at_size(self, model: Any, height: int, width: int) -> nn.Module:

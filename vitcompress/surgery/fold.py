@@ -100,7 +100,7 @@ def fold_module(model: nn.Module, family: Family, name: str) -> float:
         like, (outputs, inputs) = second.weight, weight.shape
         layer = nn.Linear(inputs, outputs, bias is not None, device="meta", dtype=like.dtype)
         layer.to_empty(device=like.device)  # draws no random numbers
-        layer.requires_grad_(like.requires_grad)
+        layer.requires_grad_(any(p.requires_grad for part in (first, second) for p in part.parameters()))
         replace_module(model, name, layer)
     else:
         if any(name == path for path, _ in (*model.named_modules(), *model.named_parameters())):
