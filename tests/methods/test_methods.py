@@ -21,6 +21,7 @@ from vitcompress.io.files import read_json
 from vitcompress.io.progress import Progress
 from vitcompress.methods import ablations, options
 from vitcompress.methods.base import Context, Method, StepInfo, StepReport, context_for, load_handed_over
+from vitcompress.methods.latency import plan_step
 from vitcompress.methods.table import ABLATIONS, METHODS, find_method
 from vitcompress.models.create import create_on_meta
 from vitcompress.plan import Plan
@@ -175,6 +176,15 @@ def test_a_method_is_known_by_name_or_passed_as_an_object() -> None:
 def test_the_options_of_a_method_are_a_dataclass(options: Any) -> None:
     with pytest.raises(InputError, match=rf"options of method own .* got {re.escape(repr(options))}, expected"):
         Method("own", "of a user", options, ablations.FIXED.plan, ablations.FIXED.structure)
+
+
+def test_a_method_that_returns_no_plan_is_named(tmp_path: Path) -> None:
+    own = Method("own", "of a user", ablations.FixedOptions, lambda *_: None, lambda *_: {"removed": {}})  # type: ignore
+    vit = model()
+    for scored, what in ((True, "None"), (False, "a dict")):
+        with pytest.raises(InputError, match=f"the method own returned {what}, not a plan") as caught:
+            plan_step(own, vit, context(tmp_path, vit), ablations.FixedOptions(), scored=scored)
+        assert "help(vitcompress.Method)" in str(caught.value.hint)
 
 
 PRUNER = "from vitcompress.methods.ablations import FIXED as METHOD\nOTHER = 1\n"

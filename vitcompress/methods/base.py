@@ -369,3 +369,12 @@ class Method:
         if not is_dataclass(self.options):
             message = f"the options of method {self.name} cannot be used: got {self.options!r}, expected a dataclass"
             raise InputError(message, hint="see help(vitcompress.Method)")
+
+
+def check_result(method: Method, result: Any) -> Plan:
+    """`result`, which `plan` or `structure` of a method returned. Raises InputError if it is no plan."""
+    if not isinstance(result, Plan):
+        what = "None" if result is None else f"a {type(result).__name__}"
+        message = f"the method {method.name} returned {what}, not a plan"
+        raise InputError(message, hint="return the result of `Plan.delta`, see help(vitcompress.Method)")
+    return result

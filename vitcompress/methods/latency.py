@@ -21,7 +21,7 @@ from vitcompress.families import Family
 from vitcompress.io.files import read_json
 from vitcompress.io.text import describe_differences
 from vitcompress.methods import budget
-from vitcompress.methods.base import Context, Goal, Measured, Method, reject_unused
+from vitcompress.methods.base import Context, Goal, Measured, Method, check_result, reject_unused
 from vitcompress.methods.budget import T, Target
 from vitcompress.methods.width import deploy
 from vitcompress.plan import Plan
@@ -66,7 +66,7 @@ def plan_step(method: Method, model: nn.Module, context: Context, options: Any, 
     plan: Callable[..., Plan] = partial(method.plan if scored else method.structure, *about)
     goal, unscored = goal_of(options), method.describe(options).unscored
     if goal is None:
-        return plan(options)
+        return check_result(method, plan(options))
     try:
         if unscored is not None:
             return method.plan(model, context, options if scored else unscored)
@@ -80,7 +80,7 @@ def plan_step(method: Method, model: nn.Module, context: Context, options: Any, 
                 path.unlink()
         raise
     size, _ = budget.bisect(lambda strength: min(1 + int(strength * (len(sizes) - 1)), len(sizes) - 1), target)
-    delta = plan(sizes[size][0])
+    delta = check_result(method, plan(sizes[size][0]))
     search.conclude(delta, sizes[size][1])
     return delta
 
