@@ -25,7 +25,7 @@ from layer_plans import depth_plan
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from vitcompress.families import family_of
+from vitcompress.families import family_of, prepare_model
 from vitcompress.families.attention import SlicedPool
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply_plan, apply_to_copy, fold_linears
@@ -173,6 +173,27 @@ def test_removing_layers_keeps_the_mode() -> None:
         assert not any(module.training for module in pruned.modules()), variant
         assert torch.equal(logits(pruned, x), logits(pruned, x)), variant
         assert all(module.training for module in apply_to_copy(model.train(), plan).modules()), variant
+
+
+@pytest.mark.parametrize("variant", ["plain", "layer_scale", "swiglu", "split_swiglu"])
+def test_hooks_stay_on_modules_that_are_replaced(variant: str) -> None:
+    """As of a user who collects features: on a rewired block, a sliced attention, and a folded FFN."""
+    model, x, calls = build(variant, prepared=False), images(variant), list[str]()
+    names = ("blocks.0", "blocks.0.attn", "blocks.0.mlp")
+    for name in names:
+        module = model.get_submodule(name)
+        module.register_forward_pre_hook(lambda module, args, name=name: calls.append(f"before {name}"))
+        module.register_forward_hook(lambda *args, name=name: calls.append(f"after {name}"), with_kwargs=True)
+    prepared = prepare_model(deepcopy(model))
+    removed = without_act(sites_of(prepared, "activation")[0])
+    plan = replace(contract(variant).plan, kept=kept_channels(prepared, {"v"}), removed=removed)
+    pruned = apply_to_copy(model, replace(plan, appended={"blocks.0": "gelu"}))
+    fold_linears(pruned, plan)
+    kinds = {name: type(model.get_submodule(name)) for name in names}
+    assert all(type(pruned.get_submodule(name)) is not kind for name, kind in kinds.items())
+    logits(pruned, x)
+    before, after = [[f"{when} {name}" for name in names] for when in ("before", "after")]
+    assert calls == [before[0], before[1], after[1], before[2], after[2], after[0]]
 
 
 def test_attention_that_keeps_its_head_width_stays_timms_own() -> None:

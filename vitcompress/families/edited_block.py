@@ -32,6 +32,14 @@ class Wiring:
     parts: Callable[[nn.Module], Mapping[str, Part]] = children
 
 
+def move_hooks(old: nn.Module, new: nn.Module) -> nn.Module:
+    """Register the forward hooks of a user on `new`, which replaces `old`, and return it."""
+    for name, hooks in vars(old).items():
+        if name.startswith("_forward_"):
+            vars(new)[name].update(hooks)
+    return new
+
+
 def reject_new_size(*args: object, **kwargs: object) -> None:
     """The `set_input_size` of pruned models whose position tables and windows fit one size only."""
     reason = "its windows, shifts and tables belong to the size that it was pruned for"

@@ -13,6 +13,7 @@ from timm.layers import GluMlp, Mlp, SwiGLU
 from torch import Tensor, nn
 
 from vitcompress.families.base import join_layers
+from vitcompress.families.edited_block import move_hooks
 
 
 def pack(mlp: SwiGLU) -> GluMlp:
@@ -20,7 +21,7 @@ def pack(mlp: SwiGLU) -> GluMlp:
     packed = GluMlp(1, 2, gate_last=False, device="meta")
     packed.fc1 = join_layers(mlp.fc1_g, mlp.fc1_x)
     packed.act, packed.drop1, packed.norm, packed.fc2, packed.drop2 = mlp.act, mlp.drop1, mlp.norm, mlp.fc2, mlp.drop2
-    return packed.train(mlp.training)
+    return cast(GluMlp, move_hooks(mlp, packed.train(mlp.training)))
 
 
 def _rows(mlp: Any) -> tuple[slice, slice]:

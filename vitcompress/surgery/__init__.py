@@ -2,7 +2,6 @@
 
 from vitcompress.surgery.apply import apply_plan as apply_plan
 from vitcompress.surgery.apply import apply_to_copy as apply_to_copy
-from vitcompress.surgery.edit import replace_module as replace_module
 from vitcompress.surgery.fold import INTO_THE_LINEAR as INTO_THE_LINEAR
 from vitcompress.surgery.fold import fold_branch_bias as fold_branch_bias
 from vitcompress.surgery.fold import fold_linears as fold_linears

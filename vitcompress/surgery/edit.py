@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress.families import Family, Space
-from vitcompress.families.edited_block import SITE_PARTS, EditedBlock
+from vitcompress.families.edited_block import SITE_PARTS, EditedBlock, move_hooks
 from vitcompress.families.gated_ffn import ungate
 from vitcompress.plan import Plan
 
@@ -46,9 +46,10 @@ def _edited_block(model: nn.Module, family: Family, path: str) -> EditedBlock:
 
 
 def replace_module(model: nn.Module, path: str, new: nn.Module) -> None:
-    """Replace the module at `path` by `new`, which gets the mode (training or evaluation) of the old module."""
-    new.training = model.get_submodule(path).training
-    model.set_submodule(path, new)
+    """Replace the module at `path` by `new`, which gets its mode (training or evaluation) and its forward hooks."""
+    old = model.get_submodule(path)
+    new.training = old.training
+    model.set_submodule(path, move_hooks(old, new))
 
 
 def _drop_block(model: Any, path: str) -> None:

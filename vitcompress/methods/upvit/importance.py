@@ -21,7 +21,6 @@ from vitcompress.families import Family, Space
 from vitcompress.families.base import scale_parameter
 from vitcompress.families.edited_block import SITE_PARTS, branches_of, has_output_act
 from vitcompress.plan import enclosing_module
-from vitcompress.surgery import replace_module
 from vitcompress.surgery.masks import delete_channels, deleting_axes
 from vitcompress.training.loaders import EvalLoader
 from vitcompress.training.metrics import kl_divergence
@@ -150,8 +149,8 @@ class Importance:
             replacements[path] = _Replay(out if repeated else out.repeat(groups, 1, 1))
         with ExitStack() as stack:
             for path, module in replacements.items():
-                stack.callback(replace_module, self.model, path, self.model.get_submodule(path))
-                replace_module(self.model, path, module)
+                stack.callback(self.model.set_submodule, path, self.model.get_submodule(path))
+                self.model.set_submodule(path, module)
             return cast(Tensor, self.model(images.repeat(groups, 1, 1, 1)))
 
     def _last_linear(self, component: Component) -> str | None:
