@@ -13,7 +13,7 @@ from vitcompress.errors import DeviceError, InputError
 from vitcompress.exporters.calls import BoundCall, QueuedCall, add_transfers, record_graph
 from vitcompress.exporters.runner import Runner, RunnerOptions
 from vitcompress.io import hardware
-from vitcompress.models.create import check_images, image_size, input_config
+from vitcompress.models.create import check_images, check_weights, image_size, input_config
 
 TIMM = "timm:"  # prefix of names of models that timm builds
 TORCH_TYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -38,6 +38,7 @@ class TorchRunner(Runner):
 
     def __init__(self, model: nn.Module, options: RunnerOptions, *, name: str, sha256: str | None = None) -> None:
         super().__init__(name, options, "torch")
+        check_weights(model)
         self._sha256 = sha256
         self._device = hardware.check_device(self._options.device or "cpu")
         self._precision = self._options.precision or "fp32"

@@ -317,6 +317,27 @@ def test_weights_that_are_not_finite_are_rejected(value: float, tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["own.pth"]
 
 
+def test_weights_without_values_or_of_several_types_are_rejected(tmp_path: Path) -> None:
+    empty, mixed = model().to("meta"), model()
+    mixed.blocks[1].bfloat16()
+    calls: list[Any] = [
+        lambda one: vc.finetune(one, batches(), epochs=1),
+        lambda one: vc.finetune(model(), batches(), epochs=1, teacher=one),
+        lambda one: vc.plan(one, "nose", batches(), pruned_layers=1),
+        lambda one: vc.export(one, tmp_path / "model.onnx"),
+        lambda one: vc.save_model(one, tmp_path / "saved"),
+        lambda one: vc.evaluate(one, batches()),
+        lambda one: vc.bench(one, batch=1),
+    ]
+    for call in calls:
+        with pytest.raises(InputError, match="this VisionTransformer has no weights, it is on the meta device"):
+            call(empty)
+    for call in calls[:3]:  # the others convert all weights to one type
+        with pytest.raises(InputError, match="weights of several types: bfloat16, float32") as caught:
+            call(mixed)
+        assert "model.float()" in str(caught.value.hint)
+
+
 def test_a_model_that_timm_has_cut_is_neither_exported_nor_saved(tmp_path: Path) -> None:
     small = vc.prune(model(), vc.plan(model(), "magnitude"))
     small.prune_intermediate_layers([0])  # type: ignore[operator]

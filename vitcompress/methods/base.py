@@ -20,7 +20,7 @@ from vitcompress.io.progress import SILENT, Progress
 from vitcompress.io.tensors import save_tensors
 from vitcompress.io.text import Table
 from vitcompress.models.checkpoint import load_for, load_strictly
-from vitcompress.models.create import InputConfig, input_config, plan_of
+from vitcompress.models.create import InputConfig, check_weights, input_config, plan_of
 from vitcompress.plan import Plan
 from vitcompress.training.data import Splits, split_images
 from vitcompress.training.datasets import Images
@@ -312,9 +312,10 @@ def context_for(
     Raises:
         DataError: data of another form.
         DeviceError: no such device.
-        InputError: `model` was not created by timm.
+        InputError: `model` was not created by timm, or its weights have no values or several types.
         UnsupportedModelError: no family covers the model.
     """
+    check_weights(model, one_type=data is not None)
     context = Context(
         family=family_of(model),
         plan=plan or plan_of(model),

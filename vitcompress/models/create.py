@@ -139,6 +139,17 @@ def _finish(model: nn.Module, arch: str, args: Mapping[str, object]) -> nn.Modul
     return model
 
 
+def check_weights(model: nn.Module, *, one_type: bool = False) -> None:
+    """Raise InputError for a model on the meta device; with `one_type`, also for weights of several types."""
+    name, types = f"this {type(model).__name__}", {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
+    if any(parameter.is_meta for parameter in model.parameters()):
+        message = f"{name} has no weights, it is on the meta device"
+        raise InputError(message, hint="create it on a device, or load weights: load_state_dict(..., assign=True)")
+    if one_type and len(types) > 1:
+        message = f"{name} has weights of several types: {', '.join(sorted(types))}"
+        raise InputError(message, hint="convert them to one, as in model.float()")
+
+
 def prepared(model: nn.Module) -> nn.Module:
     """`model` if it has a plan, so that it is prepared, else a copy that `prepare_model` rewrote."""
     return model if hasattr(model, "plan") else prepare_model(copy_model(model))

@@ -201,6 +201,8 @@ def finetune(  # noqa: PLR0913 (each argument is public and has a default)
         >>> len(vc.finetune(model, batches, epochs=2).history)
         2
     """
+    for one in filter(None, (model, teacher)):
+        create.check_weights(one, one_type=True)
     default = {} if teacher is None else {"distillation": "soft"}
     settings = options_of(TrainOptions, {**default, **options}, "training")
     reject_unused(settings, settings.unused, InputError)
@@ -286,6 +288,7 @@ def export(
         >>> vc.export(model, tempfile.mkdtemp() + "/model.onnx").name
         'model.onnx'
     """
+    create.check_weights(model)
     path, progress = user_path(path), progress or SILENT
     formats = [name for name, e in EXPORTERS.items() if e.file_suffix == path.suffix]
     if format is None and len(formats) != 1:
