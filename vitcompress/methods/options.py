@@ -58,9 +58,6 @@ class EntropyOptions:
     resamples: Annotated[int, Ge(0), Doc("bootstrap resamples, which show how certain a choice is; 0: none")] = 20
 
 
-TieBreak = Literal["faster", "none"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class FastTraining:
     """A short training on a class-balanced part of the training set, as in the released code: AdamW, weight decay for
@@ -91,7 +88,7 @@ class AllocationOptions(DepthOptions):
         int, Ge(0), Doc("least layers of each type; 1 in the paper's listing, 0 in Algorithm 3")
     ] = 1
     tie_break: Annotated[
-        TieBreak,
+        Literal["faster", "none"],
         Doc("between nearly equal predictions: `faster` takes the split with fewer MACs, `none` the best prediction"),
     ] = "faster"
     te: EntropyOptions = field(default_factory=EntropyOptions)

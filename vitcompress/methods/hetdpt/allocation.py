@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from vitcompress.errors import PlanError
 from vitcompress.io.text import suggest_range
-from vitcompress.methods.options import AllocationOptions, TieBreak
+from vitcompress.methods.options import AllocationOptions
 
 DEGREES = (1, 2, 3, 4)
 FEWEST_ROWS = 4  # for cross-validation
@@ -73,15 +73,13 @@ class Split:
 class Allocation:
     """The chosen split (pruned attention, pruned activation), and how certain the choice is.
 
-    best: the split predicted best. margin: its lead over the runner-up (None with a single split). tie: the lead is
-    below a tenth of the RMSE. chosen differs from best only where `tie_break` decided.
+    best: the split predicted best, from which `chosen` differs only where `tie_break` decided. margin: its lead over
+    the runner-up (None with a single split).
     """
 
     chosen: tuple[int, int]
     best: tuple[int, int]
     margin: float | None
-    tie: bool
-    tie_break: TieBreak
     polynomial: Polynomial
     rmse: float
     degrees: tuple[Validation, ...]
@@ -150,17 +148,7 @@ def allocate_budget(
         for i, (s, p, gap) in enumerate(zip(candidates, predicted, gaps, strict=True))
     )
     margin = float(np.sort(gaps)[1]) if len(gaps) > 1 else None
-    return Allocation(
-        chosen=chosen,
-        best=candidates[best],
-        margin=margin,
-        tie=len(tied) > 1,
-        tie_break=options.tie_break,
-        polynomial=polynomial,
-        rmse=validation.rmse,
-        degrees=degrees,
-        splits=splits,
-    )
+    return Allocation(chosen, candidates[best], margin, polynomial, validation.rmse, degrees, splits)
 
 
 def _predict(coefficients: Array, splits: Sequence[tuple[int, int]], layers: tuple[int, int], degree: int) -> Array:
