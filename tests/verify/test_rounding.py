@@ -12,7 +12,7 @@ from torch import nn
 from vitcompress import surgery
 from vitcompress.io.checks import largest_difference
 from vitcompress.verify.fold import fold_checks
-from vitcompress.verify.tolerance import _arithmetic_limit, _factor, _roundoff, reference, storage_limit
+from vitcompress.verify.tolerance import _factor, _roundoff, reference, rounding_limit, storage_limit
 
 
 @pytest.mark.parametrize("shared", [0.0, 0.7, 1.0])
@@ -54,7 +54,7 @@ def test_a_model_keeps_the_limit_of_its_own_precision(variant: str, dtype: torch
     truth = reference(model, x)
     difference = largest_difference(logits(model, x.to(dtype)), truth.exact)
     assert 0 < difference <= truth.tolerance
-    assert truth.tolerance == pytest.approx(_arithmetic_limit(model, x).logit)  # the same draws each time
+    assert truth.tolerance == pytest.approx(rounding_limit(model, x).logit)  # the same draws each time
 
 
 def test_the_limit_is_proportional_to_the_roundoff() -> None:
@@ -63,7 +63,7 @@ def test_the_limit_is_proportional_to_the_roundoff() -> None:
     with torch.no_grad():
         for parameter in model.parameters():  # the same numbers in all types
             parameter.copy_(parameter.bfloat16())
-    limits = [_arithmetic_limit(deepcopy(model).to(kind), x).logit for kind in (torch.bfloat16, torch.float16)]
+    limits = [rounding_limit(deepcopy(model).to(kind), x).logit for kind in (torch.bfloat16, torch.float16)]
     assert limits[0] / limits[1] == pytest.approx(8, rel=0.1)
 
 
@@ -134,6 +134,6 @@ def test_the_limit_of_weights_that_were_not_rounded_is_0() -> None:
 def test_drawing_errors_does_not_change_the_model() -> None:
     model, x = build("swin", dtype=torch.float32), images("swin", dtype=torch.float32)
     before, state = logits(model, x), {name: value.clone() for name, value in model.state_dict().items()}
-    assert _arithmetic_limit(model, x).logit > 0
+    assert rounding_limit(model, x).logit > 0
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert torch.equal(logits(model, x), before)

@@ -86,7 +86,7 @@ class Rounding:
 @torch.no_grad()
 def reference(model: nn.Module, images: Tensor) -> Reference:
     """Evaluate `model` in float64 on `images`, (count, channels, height, width), and derive its tolerance."""
-    return Reference(exact_logits(model, images), _arithmetic_limit(model, images).logit, _model_roundoff(model))
+    return Reference(exact_logits(model, images), rounding_limit(model, images).logit, _model_roundoff(model))
 
 
 @torch.no_grad()
@@ -103,12 +103,28 @@ def exact_logits(model: nn.Module, images: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def rounding_limit(model: nn.Module, images: Tensor, dtype: torch.dtype) -> Rounding:
-    """How much logits may change if every parameter and every result is rounded to `dtype`, as in an exported file.
+def rounding_limit(model: nn.Module, images: Tensor, dtype: torch.dtype | None = None) -> Rounding:
+    """How much logits may change if every result is rounded to the precision of `model`.
 
-    Products are added in float32, as in tensor cores. images: (count, channels, height, width).
+    Products are added in float32 or better, as in tensor cores. images: (count, channels, height, width). dtype: a
+    lower precision, to which the parameters are rounded too, as in an exported file.
     """
-    return _arithmetic_limit(model, images, _roundoff(dtype))
+    stored = _model_roundoff(model)
+    each = stored if dtype is None else max(stored, _roundoff(dtype))
+    drawn = max(each, SMALLEST_DRAWN)
+    wide = model if stored <= _roundoff(torch.float32) else deepcopy(model).float()
+    parameters = dict(wide.named_parameters()) if each > stored else {}
+    sums = min(each, _roundoff(torch.float32)) * drawn / each
+    generator = torch.Generator().manual_seed(0)
+
+    def perturbed(x: Tensor) -> Tensor:
+        rounding = _Rounding(drawn, sums, generator)
+        changed = {name: rounding.rounded(value) for name, value in parameters.items()}
+        with rounding:
+            return cast(Tensor, functional_call(wide, changed, (rounding.rounded(x),)))
+
+    with SeparateOperations():
+        return _limit(wide, images, perturbed, each / drawn)
 
 
 @torch.no_grad()
@@ -218,30 +234,6 @@ def _model_roundoff(model: nn.Module) -> float:
 def _factor(p: float) -> float:
     """The factor k with P(M > k E M) <= p for the largest magnitude M of Gaussian variables."""
     return 1 + math.sqrt(math.pi * math.log(1 / p))
-
-
-@torch.no_grad()
-def _arithmetic_limit(model: nn.Module, images: Tensor, roundoff: float = 0.0) -> Rounding:
-    """How much rounding in the precision of `model` may change the logits, if products are added in float32 or better.
-
-    roundoff: of a lower precision, to which the parameters are rounded too.
-    """
-    stored = _model_roundoff(model)
-    each = max(stored, roundoff)
-    drawn = max(each, SMALLEST_DRAWN)
-    wide = model if stored <= _roundoff(torch.float32) else deepcopy(model).float()
-    parameters = dict(wide.named_parameters()) if each > stored else {}
-    sums = min(each, _roundoff(torch.float32)) * drawn / each
-    generator = torch.Generator().manual_seed(0)
-
-    def perturbed(x: Tensor) -> Tensor:
-        rounding = _Rounding(drawn, sums, generator)
-        changed = {name: rounding.rounded(value) for name, value in parameters.items()}
-        with rounding:
-            return cast(Tensor, functional_call(wide, changed, (rounding.rounded(x),)))
-
-    with SeparateOperations():
-        return _limit(wide, images, perturbed, each / drawn)
 
 
 def _limit(wide: nn.Module, images: Tensor, perturbed: Callable[[Tensor], Tensor], scale: float) -> Rounding:
