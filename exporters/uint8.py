@@ -34,10 +34,9 @@ def build_deployed(
     if not uint8:
         return convert_precision(model, precision, islands)
     scale = 256 if precision in HALF else 1
-    if can_fold_normalization(model):
+    if folds := can_fold_normalization(model):
         model = fold_normalization(model, input, scale)
-        return ByteInput(convert_precision(model, precision, islands), scale).eval()
-    return ByteInput(convert_precision(model, precision, islands), 1, input).eval()
+    return ByteInput(convert_precision(model, precision, islands), scale, None if folds else input).eval()
 
 
 def can_fold_normalization(model: nn.Module) -> bool:
