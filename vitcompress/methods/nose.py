@@ -12,7 +12,6 @@ While transfer entropy is measured, a skipped attention is dropped (x <- x) as i
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 from torch import nn
 
@@ -47,9 +46,11 @@ def _method(name: str, kind: SiteKind) -> Method:
         sites = depth.layers(model, context.family)[kind]
         measured = replace(options, attention_bypass=options.te_bypass) if isinstance(options, Options) else options
 
-        gated = partial(depth.gate_layers, model, context, sites, measured)
-        greedy = lambda: transfer_entropy.greedy(gated(), sites, options.pruned_layers, context, options.te)  # noqa: E731
-        chosen = {table["chosen"] for table in context.memo("transfer_entropy", greedy)}
+        def measure() -> object:
+            gated = depth.gate_layers(model, context, sites, measured)
+            return transfer_entropy.greedy(gated, sites, options.pruned_layers, context, options.te)
+
+        chosen = {table["chosen"] for table in context.memo("transfer_entropy", measure)}
         return depth.blocks_of(site for site in sites if site.name in chosen)
 
     def estimate(model: nn.Module, family: Family, options: ActivationOptions) -> list[Estimate]:
