@@ -181,7 +181,7 @@ def test_the_options_of_a_method_are_a_dataclass(options: Any) -> None:
 def test_a_method_that_returns_no_plan_is_named(tmp_path: Path) -> None:
     own = Method("own", "of a user", ablations.FixedOptions, lambda *_: None, lambda *_: {"removed": {}})  # type: ignore
     vit = model()
-    for scored, what in ((True, "None"), (False, "a dict")):
+    for scored, what in ((True, "None"), (False, "{'removed': {}}")):
         with pytest.raises(InputError, match=f"the method own returned {what}, not a plan") as caught:
             plan_step(own, vit, context(tmp_path, vit), ablations.FixedOptions(), scored=scored)
         assert "help(vitcompress.Method)" in str(caught.value.hint)

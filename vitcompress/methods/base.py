@@ -375,7 +375,6 @@ class Method:
 def check_result(method: Method, result: Any) -> Plan:
     """`result`, which `plan` or `structure` of a method returned. Raises InputError if it is no plan."""
     if not isinstance(result, Plan):
-        what = "None" if result is None else f"a {type(result).__name__}"
-        message = f"the method {method.name} returned {what}, not a plan"
+        message = f"the method {method.name} returned {result!r:.60}, not a plan"
         raise InputError(message, hint="return the result of `Plan.delta`, see help(vitcompress.Method)")
     return result

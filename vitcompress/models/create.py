@@ -143,11 +143,10 @@ def check_weights(model: nn.Module, *, one_type: bool = False) -> None:
     """Raise InputError for a model on the meta device; with `one_type`, also for weights of several types."""
     name, types = f"this {type(model).__name__}", {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
     if any(parameter.is_meta for parameter in model.parameters()):
-        message = f"{name} has no weights, it is on the meta device"
-        raise InputError(message, hint="create it on a device, or load weights: load_state_dict(..., assign=True)")
+        raise InputError(f"{name} has no weights, it is on the meta device", hint="create it on another device")
     if one_type and len(types) > 1:
-        message = f"{name} has weights of several types: {', '.join(sorted(types))}"
-        raise InputError(message, hint="convert them to one, as in model.float()")
+        listed = ", ".join(sorted(types))
+        raise InputError(f"{name} has weights of several types: {listed}", hint="convert it, as in model.float()")
 
 
 def prepared(model: nn.Module) -> nn.Module:
