@@ -45,7 +45,6 @@ def save_model(model: nn.Module, folder: str | Path, classes: Sequence[str] | No
         InputError: the model has no plan and is not as timm builds it, see `plan_of`; or `classes` has another length.
         WeightsError: the model was changed in another way, see `current_plan`.
     """
-    create.check_weights(model)
     folder, plan = user_path(folder), create.current_plan(model)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ArtifactError(f"{folder} is {'not empty' if folder.is_dir() else 'a file'}", hint="choose a new folder")

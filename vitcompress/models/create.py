@@ -145,8 +145,7 @@ def check_weights(model: nn.Module, *, one_type: bool = False) -> None:
     if any(parameter.is_meta for parameter in model.parameters()):
         raise InputError(f"{name} has no weights, it is on the meta device", hint="create it on another device")
     if one_type and len(types) > 1:
-        listed = ", ".join(sorted(types))
-        raise InputError(f"{name} has weights of several types: {listed}", hint="convert it, as in model.float()")
+        raise InputError(f"{name} has weights of several types: {', '.join(sorted(types))}", hint="use model.float()")
 
 
 def prepared(model: nn.Module) -> nn.Module:
@@ -187,6 +186,7 @@ def current_plan(model: nn.Module) -> Plan:
     """`plan_of`, with what `reset_classifier` changed since (classes, pooling, place of the norm), the input size and
     the preprocessing: what is saved with `model`, and named in its files. Raises WeightsError for other changes, too.
     """
+    check_weights(model)
     plan = plan_of(model)
     blank = create_on_meta(plan.arch, plan.arch_args)
     now, recorded = (Plan(plan.arch, timm.models.get_model_args(one)).arch_args for one in (model, blank))

@@ -288,7 +288,6 @@ def export(
         >>> vc.export(model, tempfile.mkdtemp() + "/model.onnx").name
         'model.onnx'
     """
-    create.check_weights(model)
     path, progress = user_path(path), progress or SILENT
     formats = [name for name, e in EXPORTERS.items() if e.file_suffix == path.suffix]
     if format is None and len(formats) != 1:
