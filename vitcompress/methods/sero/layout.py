@@ -22,7 +22,6 @@ from vitcompress.plan import Plan
 
 Scores = Mapping[str, np.ndarray]
 Live = dict[str, np.ndarray]  # space -> whether each channel is live, (channels,)
-APART: tuple[Layout, ...] = ("ragged", "uniform")  # q/k and v get different widths
 KINDS = ("qk", "v", "mlp")
 TIED_WIDTH = 16  # smallest head width of fused attention kernels
 

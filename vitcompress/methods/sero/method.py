@@ -106,7 +106,7 @@ def describe(options: Options) -> StepInfo:
     explored = f"{INPUT_MODEL} while it trained under masks; the next step starts from these weights"
     chance = options.criterion == "random"
     choice = Choice("chance" if chance else "search", None if chance else explored, ARBITRARY)
-    widths = "layout=tied (or padded)" if options.layout in layout.APART else ""
+    widths = "layout=tied (or padded)" if options.layout in ("ragged", "uniform") else ""
     return StepInfo(choice, lambda finetune: _settings(finetune, options), equal_widths=widths)
 
 

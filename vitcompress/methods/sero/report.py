@@ -9,7 +9,6 @@ import numpy as np
 from vitcompress.io.text import Columns, Table
 from vitcompress.methods.base import Chart, Line, StepReport, ranked, read_memo
 from vitcompress.methods.sero.exploration import Exploration
-from vitcompress.methods.sero.layout import KINDS
 from vitcompress.plan import Plan
 
 FILE = "exploration"
@@ -38,7 +37,7 @@ UNITS: Columns = {
 EPOCHS: Columns = {
     "epoch": lambda row: row["epoch"] + 1,
     "requested": lambda row: f"{100 * row['wanted']:.2f} %",
-    **{kind: partial(lambda kind, epoch: _removed(*epoch[kind]), kind) for kind in KINDS},
+    **{kind: partial(lambda kind, epoch: _removed(*epoch[kind]), kind) for kind in NAMES},
 }
 
 
