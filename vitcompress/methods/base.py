@@ -26,7 +26,7 @@ from vitcompress.training.data import Splits, split_images
 from vitcompress.training.datasets import Images
 from vitcompress.training.distributed import Runtime
 from vitcompress.training.loop import train
-from vitcompress.training.options import TrainOptions, TrainResult
+from vitcompress.training.options import DataOptions, TrainOptions, TrainResult
 from vitcompress.training.trainer import TrainingContext, TrainingControls
 
 
@@ -287,9 +287,6 @@ class Context:
         self.runtime.barrier()
 
 
-HELDOUT = 0.1  # share of the images that `context_for` holds out for choices
-
-
 def context_for(
     model: nn.Module,
     data: Any = None,
@@ -319,7 +316,7 @@ def context_for(
     context = Context(
         family=family_of(model),
         plan=plan or plan_of(model),
-        data=Splits() if data is None else split_images(data, HELDOUT, seed, model),
+        data=Splits() if data is None else split_images(data, DataOptions.heldout, seed, model),
         input=input_config(model),
         runtime=Runtime(check_device(device), dtype=next(model.parameters()).dtype),
         seed=seed,
