@@ -373,5 +373,5 @@ def check_result(method: Method, result: Any) -> Plan:
     """`result`, which `plan` or `structure` of a method returned. Raises InputError if it is no plan."""
     if not isinstance(result, Plan):
         message = f"the method {method.name} returned {result!r:.60}, not a plan"
-        raise InputError(message, hint="return the result of `Plan.delta`, see help(vitcompress.Method)")
+        raise InputError(message, hint="return `context.plan.delta(...)`, see help(vitcompress.Method)")
     return result
