@@ -27,8 +27,6 @@ from vitcompress.methods.options import EntropyOptions
 from vitcompress.surgery.gates import GatedModel
 from vitcompress.training.distributed import derived_seed
 
-SMALLEST_DEVIATION = 1e-12
-
 
 @dataclass(frozen=True)
 class Entropy:
@@ -99,7 +97,7 @@ def entropies(
             gated.set_gate(site, value)
     results = []
     for own, hits in zip(map(runtime.all_sum, sums), runtime.all_sum(correct).tolist(), strict=True):
-        values = deviation(own).clamp(min=SMALLEST_DEVIATION).log().sum(dim=1).tolist()
+        values = deviation(own).clamp(min=1e-12).log().sum(dim=1).tolist()
         seen = round(float(own[0, 0]))
         results.append(Entropy(values[0], tuple(values[1:]), seen, 100 * hits / seen))
     return results

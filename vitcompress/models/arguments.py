@@ -22,7 +22,6 @@ Rule = Callable[[Shapes], object]
 PATCHES, FIRST = "patch_embed.proj.weight", "blocks.0."
 TABLE = "attn.relative_position_bias_table"
 SHARED_TABLE = "rel_pos_bias.relative_position_bias_table"
-SOME = 1e-5  # initial value of a LayerScale; the weights replace it
 
 
 def _count(s: Shapes, prefix: str) -> int:
@@ -91,7 +90,7 @@ RULES: dict[type[nn.Module], dict[str, Rule]] = {
         "no_embed_class": lambda s: not _side(_patches(s)),
         "qkv_bias": lambda s: f"{FIRST}attn.qkv.bias" in s,
         "qk_norm": lambda s: f"{FIRST}attn.q_norm.weight" in s,
-        "init_values": lambda s: SOME if f"{FIRST}ls1.gamma" in s else None,
+        "init_values": lambda s: 1e-5 if f"{FIRST}ls1.gamma" in s else None,  # the weights replace this value
     },
     eva.Eva: PLAIN | {"num_reg_tokens": lambda s: s["reg_token"][1]},
     beit.Beit: PLAIN

@@ -34,7 +34,6 @@ from vitcompress.surgery.shapes import PlannedTensor, Shape
 WEIGHTS = "weights"  # name of the check of shapes, and first part of the names of those of files
 SMALL = 64  # values: larger tensors are no scalars and shapes that a graph computes with
 FEW = 16  # different values of a mask, at most
-WINDOW_MASK = -100.0  # of timm's Swin
 INDEX = (torch.int64, torch.int32, torch.bool)  # types that graphs index and select with
 
 
@@ -175,7 +174,7 @@ def _find_gathered(stored: Stored, missing: Mapping[str, Tensor], tensors: Mappi
         # torch.onnx computes results of up to 8,192 values in advance: the graph reshapes larger biases.
         rows = table.detach().cpu()[index.flatten().cpu()]
         for biases in (rows, rows.T.view(-1, *index.shape)):
-            masked = biases + WINDOW_MASK
+            masked = biases - 100.0  # by the window mask of timm's Swin
             if values.shape[-biases.ndim :] == biases.shape and ((values == biases) | (values == masked)).all():
                 return name
     return None
