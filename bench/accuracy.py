@@ -21,7 +21,7 @@ from vitcompress.io.text import describe_value
 from vitcompress.models.create import InputConfig
 from vitcompress.models.preprocessing import NAMES, Preprocessing, Value
 from vitcompress.recipe.load import load_recipe_of_run
-from vitcompress.training.data import open_test
+from vitcompress.training.data import images_digest, open_test
 from vitcompress.training.datasets import Images, describe_skipped, few
 from vitcompress.training.distributed import Runtime
 from vitcompress.training.loaders import CHANNELS, EvalLoader
@@ -95,7 +95,8 @@ def run(artifacts: Sequence[str], options: EvaluateOptions | None = None, progre
         runners = [_open(artifact, classes, options, stack) for artifact in artifacts]  # all, before any work
         pairs = zip(runners, benches, strict=True)
         results = [_evaluate(*opened, known, images, options, progress) for opened, known in pairs]
-    (first, reference), rows = results[0], [row for row, _ in results]
+    (first, reference), digest = results[0], images_digest(classes, images)
+    rows = [cast(EvaluationRow, {**row, "images_digest": digest}) for row, _ in results]
     tests = [{"a": first["artifact"], "b": row["artifact"], **mcnemar(reference, mask)} for row, mask in results[1:]]
     return {"images": len(images), "classes": len(classes), "rows": rows, "mcnemar": cast(list[ComparisonTest], tests)}
 

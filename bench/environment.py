@@ -96,8 +96,7 @@ def peak_memory(runner: RunnerRecord, target: timing.Target) -> MemoryRecord:
         before = torch.cuda.memory_allocated(runner["device"])
         target.step()
         target.synchronize()
-        peak = torch.cuda.max_memory_allocated(runner["device"])
-        memory["cuda_peak_bytes"] = runner["weight_bytes"] + peak - before
+        memory["cuda_peak_bytes"] = runner["weight_bytes"] + torch.cuda.max_memory_allocated(runner["device"]) - before
     if pid := runner.get("process"):
         memory["process_peak_bytes"] = machine.peak_bytes(pid)
     return memory

@@ -167,8 +167,7 @@ def _block_runs(samples: Samples, protocol: Protocol) -> int:
     """Number of runs in the next block: an equal share of the runs, or of the remaining seconds, of the protocol."""
     runs = math.ceil(protocol.runs / ROUNDS)
     if protocol.min_seconds:
-        seconds = protocol.min_seconds - sum(samples.wall_ms) / 1000
-        share = 1000 * seconds / max(1, ROUNDS - len(samples.blocks_ms))
+        share = (1000 * protocol.min_seconds - sum(samples.wall_ms)) / max(1, ROUNDS - len(samples.blocks_ms))
         return max(runs, math.ceil(share / samples.pace_ms))
     return min(runs, protocol.runs - sum(map(len, samples.blocks_ms)))
 

@@ -272,6 +272,7 @@ class VerificationRecord(TypedDict):
 class AccuracyRecord(TypedDict):
     """Counts and shares of correct images (first, among the first five), mean loss, Wilson's 95 % interval of top-1."""
 
+    images_digest: NotRequired[str]  # of the test images, see training.data; missing in reports of earlier versions
     correct: int
     correct5: int
     total: Annotated[int, Ge(1)]

@@ -163,7 +163,7 @@ def test_an_accuracy_on_other_images_is_not_that_of_the_run(folder: Path) -> Non
     assert rows(folder)["dense.onnx"]["accuracy"]["total"] == rows(folder)["model.onnx"]["accuracy"]["total"]
 
 
-def test_an_accuracy_after_images_were_removed_is_not_that_of_the_run(folder: Path) -> None:
+def test_an_accuracy_is_that_of_the_run_on_the_same_images_alone(folder: Path) -> None:
     Path("small.toml").write_text(RECIPE)
     images("pictures", each=10)
     sizes = ("--set", "dense.batch_size=8", "--set", "finetune.batch_size=8")
@@ -172,6 +172,17 @@ def test_an_accuracy_after_images_were_removed_is_not_that_of_the_run(folder: Pa
     call("evaluate", "trained/dense.onnx", "--data", "pictures")
     assert rows(Path("trained"))["dense.onnx"]["accuracy"]["total"] == 20
     before = rows(Path("trained"))["model.onnx"]["accuracy"]
+    # the same images in another folder, as on another machine
+    Path("pictures").rename("moved")
+    call("export", "trained", "--precision", "fp16")
+    assert "not in the report" not in call("evaluate", "trained/model-fp16.onnx", "--data", "moved")
+    assert rows(Path("trained"))["model-fp16.onnx"]["accuracy"]["total"] == 20
+    # as many images in the same folder, with other labels
+    Path("moved").rename("pictures")
+    for old, new in (("class0", "other"), ("class1", "class0"), ("other", "class1")):
+        Path("pictures/val", old).rename(Path("pictures/val", new))
+    assert "not in the report of trained" in call("evaluate", "trained/model.onnx")
+    assert rows(Path("trained"))["model.onnx"]["accuracy"] == before
     next(Path("pictures/val/class0").iterdir()).unlink()
     output = call("evaluate", "trained/model.onnx")
     assert "not in the report of trained" in output and "of 19" in output

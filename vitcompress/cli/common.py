@@ -182,8 +182,7 @@ def show_progress(*, collect: bool = True) -> Iterator[Progress]:
             # A failed thread of a library prints a traceback; its effect on the work is raised as an error.
             stack.callback(setattr, threading, "excepthook", threading.excepthook)
             threading.excepthook = lambda args: None
-        shown = is_main_process() and not _is_set("quiet")
-        progress = stack.enter_context(ConsoleProgress()) if shown else SILENT
+        progress = stack.enter_context(ConsoleProgress()) if is_main_process() and not _is_set("quiet") else SILENT
         own = logging.StreamHandler()  # what vitcompress itself warns of is shown
         own.setFormatter(logging.Formatter("warning: %(message)s"))
         logging.getLogger("vitcompress").addHandler(own)

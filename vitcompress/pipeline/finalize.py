@@ -19,6 +19,7 @@ from vitcompress.models.checkpoint import load_model, load_model_files, read_pla
 from vitcompress.pipeline.export import quarantine_failed, runnable_files
 from vitcompress.pipeline.job import Job
 from vitcompress.pipeline.report import list_names
+from vitcompress.training.data import images_digest
 from vitcompress.training.loaders import EvalLoader
 from vitcompress.training.metrics import PAIRED_TESTS, evaluate_images, mcnemar, random_images
 from vitcompress.verify.folder import image_count, verify_folder
@@ -73,13 +74,14 @@ def evaluate_models(job: Job) -> None:
         return
     job.progress.stage("Evaluate on the test images")
     loader = EvalLoader(job.data.test, job.input, job.recipe.finetune.batch_size, job.runtime)
+    digest = images_digest(job.data.classes, job.data.test)
     accuracies, correct, top1 = dict[str, dict[str, object]](), dict[str, np.ndarray](), dict[str, np.ndarray]()
     for name, model in _models(job):
         predict = model.predict if isinstance(model, Runner) else model
         accuracy, correct[name], top1[name] = evaluate_images(predict, loader, job.runtime)
         flips = int((top1[name] != top1.get("compressed", top1[name])).sum())
         own = {"sha256": model.describe()["sha256"], "flips": flips} if isinstance(model, Runner) else {}
-        accuracies[name] = {**accuracy.to_dict(), **own}
+        accuracies[name] = {**accuracy.to_dict(), "images_digest": digest, **own}
         job.progress.note(f"{name}: {accuracy.correct} of {accuracy.total} correct")
     tests = {k: mcnemar(correct[a], correct["compressed"]) for k, a in PAIRED_TESTS.items() if a in correct}
     write_json(job.files.mistakes, {name: np.flatnonzero(~mask).tolist() for name, mask in correct.items()})

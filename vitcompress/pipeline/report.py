@@ -260,13 +260,14 @@ def record_accuracy(
 ) -> None:
     """Add the accuracies of exported files, on the test images of their own run, to its report."""
     data = select_data(artifacts, options)
-    used = data.source, data.path and str(user_path(data.path).resolve()), data.test_split  # on which images depend
+    used = data.source, data.path and str(user_path(data.path).resolve()), data.test_split
 
     def add(files: RunFolder) -> None:
         names, own = list_names(files.path, reports.read_report(files.path)), load_recipe_of_run(files.recipe).data
         accuracy = read_record(files.accuracy, reports.ACCURACIES) or {}
-        counts = {entry["total"] for entry in accuracy.values() if "total" in entry}  # images may have come or gone
-        same = counts <= {evaluation["images"]} and used == (own.source, own.path, own.test_split)
+        known = {entry.get("images_digest") for entry in accuracy.values() if "total" in entry}
+        images = {row["images_digest"] for row in evaluation["rows"]}
+        same = images == known if known else used == (own.source, own.path, own.test_split)
         if not same or options.preprocessing != Preprocessing():
             progress.note(f"not in the report of {files.path}: other images or preprocessing than those of the run")
             return

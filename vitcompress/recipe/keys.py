@@ -84,8 +84,7 @@ def keys_of(source: str, every: bool = True) -> list[Key]:
     tables = {name: table for name, hint in typing.get_type_hints(Recipe).items() if (table := _table_in(hint))}
     del tables["published"], tables["steps"]  # quoted figures are no settings; steps have keys of their own
     if options := _options(source):
-        shared = tables.items() if every else ()
-        return [*_keys("step.0", options), *(key for pair in shared for key in _keys(*pair))]
+        return [*_keys("step.0", options), *(key for pair in tables.items() if every for key in _keys(*pair))]
     recipe = load_recipe(source)
     steps = [(f"step.{i}", type(s.options), s.options) for i, s in enumerate(recipe.steps)]
     common = [(name, table, getattr(recipe, name)) for name, table in tables.items()]

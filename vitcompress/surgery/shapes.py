@@ -47,8 +47,7 @@ def planned_tensors(dense: nn.Module, plan: Plan) -> tuple[PlannedTensor, ...]:
         if is_within(name, removed):
             rows.append(PlannedTensor(name, {name: shape}, None, "removed"))
         elif name.rpartition(".")[0] not in members:
-            change = "kept" if after[name] == shape else "sliced"
-            rows.append(PlannedTensor(name, {name: shape}, after[name], change))
+            rows.append(PlannedTensor(name, {name: shape}, after[name], "kept" if after[name] == shape else "sliced"))
     return tuple(rows)
 
 

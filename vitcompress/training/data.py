@@ -39,9 +39,8 @@ class Splits:
 
     @property
     def digest(self) -> str:
-        """A hash of the classes, labels and files of training and held-out images; the same in another folder."""
-        parts = [(part.labels.tolist(), getattr(part, "digest", "")) for part in (self.train, self.heldout)]
-        return tensors_digest((), str((self.classes, parts)))
+        """The `images_digest` of training and held-out images."""
+        return images_digest(self.classes, self.train, self.heldout)
 
     def hold_out(self, share: float, seed: int) -> "Splits":
         """Move a share of the training images to the held-out ones: of each class at least one, never its last."""
@@ -54,6 +53,11 @@ class Splits:
             heldout += members[:count].tolist()
         kept = np.setdiff1d(np.arange(len(labels)), heldout).tolist()
         return replace(self, train=Views(self.train, kept), heldout=Views(self.train, sorted(heldout)))
+
+
+def images_digest(classes: tuple[str, ...], *parts: Images) -> str:
+    """A hash of the classes, labels and files of images; the same in another folder."""
+    return tensors_digest((), str((classes, [(part.labels.tolist(), getattr(part, "digest", "")) for part in parts])))
 
 
 def open_data(options: DataOptions, seed: int) -> Splits:
@@ -204,5 +208,4 @@ def _timm(options: DataOptions) -> Splits:
         message = f"timm:{name}: {splits[1]!r} has {'the images of' if same else 'other classes than'} {splits[0]!r}"
         raise DataError(message, hint=f"create a folder for each in {options.path}, with the same class folders")
     known = getattr(parts[0].dataset, "classes", None) or sorted(numbers, key=lambda name: numbers[name])
-    names = known or range(int(parts[0].labels.max()) + 1)
-    return Splits(name, tuple(map(str, names)), parts[0], test=parts[1])
+    return Splits(name, tuple(map(str, known or range(int(parts[0].labels.max()) + 1))), parts[0], test=parts[1])

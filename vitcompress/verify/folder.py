@@ -247,9 +247,8 @@ def _read_recorded(files: RunFolder, model: nn.Module) -> dict[str, Tensor]:
 
 def noise_images(model: nn.Module, plan: Plan) -> Tensor:
     """Images of noise in the input size of `model`, always the same: (count, channels, height, width)."""
-    size = input_config(model).size
-    count = min(image_count(plan), FEW_IMAGES)
-    return torch.randn(count, *size, generator=torch.Generator().manual_seed(0))
+    shape = min(image_count(plan), FEW_IMAGES), *input_config(model).size
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
 def image_count(plan: Plan) -> int:

@@ -115,8 +115,7 @@ def _as_rich(table: Table, wrap: bool = False) -> RichTable:
 
 def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
     """Names with their descriptions, without borders."""
-    columns = Column(overflow="fold"), Column(overflow="fold")
-    table = RichTable(*columns, box=None, show_header=False, pad_edge=False)
+    table = RichTable(Column(overflow="fold"), Column(overflow="fold"), box=None, show_header=False, pad_edge=False)
     for name, text in pairs:
         table.add_row(Text(name, style="bold"), Text(text))
     stream_console(stderr=False).print(table)

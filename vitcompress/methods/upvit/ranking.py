@@ -133,8 +133,7 @@ class Ranker:
             rough = partial(estimates, self.model, cut, self.loader, directions=options.directions)
             scores = self.context.memo("fisher", lambda: {name: self._sum(own) for name, own in rough().items()})
         else:
-            few = calibration_images(self.context, options.screen_images, PROXY_BATCH)
-            scores = self._measure(cut, few, "screen")
+            scores = self._measure(cut, calibration_images(self.context, options.screen_images, PROXY_BATCH), "screen")
         if options.score != "screened":
             return {c: least_first(scores[c.name]) for c in cut}
         tiers = {c.name: self._tiers(c, scores[c.name]) for c in cut}
