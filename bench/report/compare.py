@@ -60,11 +60,12 @@ def compare_runs(runs: Mapping[str, Report]) -> Comparison:
 def dense_models(runs: Mapping[str, Report]) -> dict[str, list[tuple[str, Report]]]:
     """The runs of each dense model: `dense`, or `dense A`, `dense B`, ... if they start from several.
 
-    Equal are those with the same weights, by hash, and the same preprocessing; without a hash, with the same accuracy.
+    Equal are those with the same weights, by hash, preprocessing and test images; without a hash, of equal accuracy.
     """
     groups: dict[str, list[tuple[str, Report]]] = {}
     for name, report in runs.items():
-        known = report.get("dense_sha256") or (report.get("accuracy") or {}).get("dense")
+        accuracy: Mapping[str, object] = _accuracy(report, "dense") or {}
+        known = report.get("dense_sha256") or accuracy, accuracy.get("images_digest")
         key = json.dumps([known, (report.get("model") or {}).get("input"), report["cost"]["dense"]])
         groups.setdefault(key, []).append((name, report))
     titles = [f"dense {chr(65 + n)}" if n < 26 else f"dense {n + 1}" for n in range(len(groups))]

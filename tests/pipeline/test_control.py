@@ -92,6 +92,9 @@ def test_a_control_is_added_to_a_finished_run_which_keeps_everything_else(home: 
     assert [row[0] for row in rows] == ["dense A", "a/run", "a/run: control (dense, +2 epochs)", "dense B", "b/run"]
     assert all(" M" in row[column] for row in rows for column in (3, 4))  # one unit per column
     assert rows[2][2] == format_accuracy(control)
+    other = {"accuracy": {**accuracy, "dense": {**accuracy["dense"], "images_digest": "of other test images"}}}
+    rows = compare_runs({"run": result.report, "b": {**result.report, **other}})["table"].rows
+    assert [row[0] for row in rows if row[0].startswith("dense")] == ["dense A", "dense B"]
     rows = compare_runs({"run": {**result.report, "extra_epochs": 1}})["table"].rows
     assert rows[2][0] == "run: control (dense, +1 epoch)"
 
