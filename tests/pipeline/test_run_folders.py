@@ -57,7 +57,7 @@ def test_a_folder_of_another_recipe_is_rejected(small: Path) -> None:
     next(small.rglob("report.json")).unlink()  # `vitcompress export` needs a finished run
     with pytest.raises(OutputError, match="another recipe") as caught:
         world.run(small, *world.BARE, "export.formats=['onnx']")
-    assert "`vitcompress export`" not in str(caught.value.hint)
+    assert "`vitcompress export`" not in str(caught.value.hint) and "finish this run first" in str(caught.value.hint)
 
 
 def test_structure_only_is_not_the_whole_run(tmp_path: Path) -> None:

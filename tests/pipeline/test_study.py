@@ -271,8 +271,9 @@ def test_other_folders_are_rejected(tiny: Path, whole: tuple[Path, dict[str, Any
         run_study(load_study(str(other)), StudyOptions(folder, seeds=1))
     with pytest.raises(
         OutputError, match=r"contains a run of another recipe \(dense\.lr is 0\.002 there, 0\.003 here\)"
-    ):
+    ) as caught:
         run_study(load_study(str(tiny), ["base.dense.lr=3e-3"]), StudyOptions(folder, seeds=1))
+    assert "of a study: remove it" in str(caught.value.hint)  # it has no --fresh
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     with pytest.raises(OutputError, match="not empty and not the folder of a study"):

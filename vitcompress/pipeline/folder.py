@@ -66,9 +66,9 @@ def _check_content(files: RunFolder, expected: str, fresh: bool) -> None:
         raise OutputError(f"{files.recipe} was not written by a run, so nothing here is replaced", hint=ELSEWHERE)
     if not fresh and text != expected and _rewrite(text) != expected:
         message = f"{folder} contains a run of another recipe ({'; '.join(changed := difference(text, expected))})"
-        addable = files.report.is_file() and all(line.startswith("export.") for line in changed)  # to a finished run
-        other = " (or add exported files with `vitcompress export`)" * addable
-        raise OutputError(message, hint=f"{ELSEWHERE}, or start over in this one with --fresh{other}")
+        add = "add exported files with `vitcompress export`" if files.report.is_file() else "finish this run first"
+        other = f", or {add}" if all(line.startswith("export.") for line in changed) else ""
+        raise OutputError(message, hint=f"{ELSEWHERE}{other}, or start over here with --fresh (of a study: remove it)")
 
 
 def _rewrite(text: str) -> str:
