@@ -495,6 +495,9 @@ def test_class_names_survive_saving(tmp_path: Path) -> None:
     (tmp_path / "names.json").write_text('["owl", "cat", "dog"]')
     names = load_class_names(tmp_path / "names.txt")
     assert names == load_class_names(tmp_path / "names.json") == ("owl", "cat", "dog")
+    for table in ({"cat": 1, "owl": 0, "dog": 2}, {"1": "cat", "0": "owl", "2": "dog"}):  # class_to_idx, id2label
+        (tmp_path / "names.json").write_text(json.dumps(table))
+        assert load_class_names(tmp_path / "names.json") == names
     resolved = resolve_model(VIT, OWN, class_names=names)
     model: Any = create_model(VIT, resolved.arch_args)
     save_model(model, tmp_path / "kept")
@@ -508,7 +511,7 @@ def test_class_names_survive_saving(tmp_path: Path) -> None:
         save_model(model, tmp_path / "wrong", classes=names)
     with pytest.raises(InputError, match="2 class names, but the model has 3 classes"):
         resolve_model(VIT, OWN, class_names=names[:2])
-    for text in ("", "a\n\nb\n", "[1, 2]"):
+    for text in ("", "a\n\nb\n", "[1, 2]", '{"a": 1, "b": 2}'):
         (tmp_path / "names.txt").write_text(text)
         with pytest.raises(InputError, match=r"names\.txt"):
             load_class_names(tmp_path / "names.txt")

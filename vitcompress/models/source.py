@@ -23,7 +23,7 @@ from vitcompress.io.text import describe_value, join_names
 from vitcompress.models import create
 from vitcompress.models.arguments import Shapes, base_of, describe_shapes, read_arguments, shapes_of
 from vitcompress.models.preprocessing import NAMES, Preprocessing
-from vitcompress.models.weights import HUB, NOT_FILES, WeightFile, open_weights
+from vitcompress.models.weights import HUB, NOT_FILES, WeightFile, open_weights, parse_class_names
 
 Arguments = Mapping[str, object]  # of `timm.create_model`
 POSITIONS = re.compile("^pos_embed$|relative_position_bias_table$")
@@ -34,7 +34,7 @@ ASSUMED = f"assumed: {DEFAULT}, not visible in the weights"
 SQUARE = "assumed: square images, no position of class tokens; for others, set model.args.img_size"
 RECIPE, WEIGHTS = "model.args", "the weights"
 FROM_RECIPE, USER = "the recipe", "the user"
-CLASSES_HINT = "--classes takes one name per line, or a JSON list, in the order of the classifier's outputs"
+CLASSES_HINT = "--classes takes one name per line, or JSON: a list in the order of the outputs, or class_to_idx"
 
 
 @dataclass(frozen=True)
@@ -245,13 +245,16 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def load_class_names(path: Path) -> tuple[str, ...]:
-    """The class names in a text file, one per line, or in a JSON list. Raises InputError."""
+    """The class names in a text file, one per line, or in a JSON list or table. Raises InputError."""
     try:
         text = read_text(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", "it is no UTF-8 text")
         raise InputError(f"{path} cannot be read: {reason}", hint=CLASSES_HINT) from None
-    names = read_json(path) if text.lstrip().startswith("[") else [line.strip() for line in text.rstrip().splitlines()]
+    is_json = text.lstrip().startswith(("[", "{"))
+    names: Any = read_json(path) if is_json else [line.strip() for line in text.rstrip().splitlines()]
+    if isinstance(names, dict):
+        names = parse_class_names([{"classes": names}])
     if not names or not all(isinstance(name, str) and name for name in names):
         raise InputError(f"{path} contains an empty line, or no names", hint=CLASSES_HINT)
     return tuple(names)

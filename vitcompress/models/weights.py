@@ -124,7 +124,7 @@ def open_weights(weights: str | Path) -> WeightFile:
     content |= config | planned
     tables = [_table(content.get("pretrained_cfg")), content, _processor(processor), _table(content.get("args"))]
     stated_in = plan_file.name if planned else "the checkpoint's args" if file == path else CONFIG
-    return WeightFile(name, tensors, _stated(tables), stated_in, _class_names(tables), part)
+    return WeightFile(name, tensors, _stated(tables), stated_in, parse_class_names(tables), part)
 
 
 def _planned(file: Path, plan_file: Path) -> dict[str, Any]:
@@ -226,7 +226,7 @@ def _table(value: object) -> dict[str, Any]:
     return vars(value) if isinstance(value, Namespace) else dict(value) if isinstance(value, Mapping) else {}
 
 
-def _class_names(tables: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+def parse_class_names(tables: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """The class names in `tables`: a list, or a table from or to the number of the class."""
     listed = (table.get(key) for key in CLASS_NAMES for table in tables)
     names = next((names for names in listed if isinstance(names, list | tuple | Mapping) and names), ())

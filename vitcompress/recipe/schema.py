@@ -26,7 +26,7 @@ class ModelTable:
         Doc("`hub` (timm's pretrained weights), `random`, `train` (trained first, see [dense]), or a file or folder"),
     ] = "hub"
     classes: Annotated[int | None, Ge(2), Doc("number of classes, where the data does not define it")] = None
-    class_names: Annotated[str | None, Doc("file of class names: one per line, or a JSON list")] = None
+    class_names: Annotated[str | None, Doc("file of class names: one per line, or a JSON list or class_to_idx")] = None
     new_head: Annotated[bool, Doc("accept weights with another number of classes and train a new head")] = False
 
 
