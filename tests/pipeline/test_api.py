@@ -599,8 +599,9 @@ def test_images_that_the_model_does_not_take_are_rejected(shape: tuple[int, ...]
         ):
             with pytest.raises(
                 DataError, match=r"images of shape .* do not fit, expected batches of (1 x 8 x 8|channels|any)"
-            ):
+            ) as caught:
                 call(data)
+            assert ("wrap single images in a DataLoader" in str(caught.value.hint)) is (len(shape) == 3)
     assert list(tmp_path.iterdir()) == [folder]
 
 
