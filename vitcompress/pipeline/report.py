@@ -265,7 +265,7 @@ def record_accuracy(
     def add(files: RunFolder) -> None:
         names, own = list_names(files.path, reports.read_report(files.path)), load_recipe_of_run(files.recipe).data
         accuracy = read_record(files.accuracy, reports.ACCURACIES) or {}
-        known = {entry.get("images_digest") for entry in accuracy.values() if "total" in entry}
+        known = {entry["images_digest"] for entry in accuracy.values() if "images_digest" in entry}
         images = {row["images_digest"] for row in evaluation["rows"]}
         same = images == known if known else used == (own.source, own.path, own.test_split)
         if not same or options.preprocessing != Preprocessing():

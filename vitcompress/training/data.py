@@ -208,4 +208,5 @@ def _timm(options: DataOptions) -> Splits:
         message = f"timm:{name}: {splits[1]!r} has {'the images of' if same else 'other classes than'} {splits[0]!r}"
         raise DataError(message, hint=f"create a folder for each in {options.path}, with the same class folders")
     known = getattr(parts[0].dataset, "classes", None) or sorted(numbers, key=lambda name: numbers[name])
-    return Splits(name, tuple(map(str, known or range(int(parts[0].labels.max()) + 1))), parts[0], test=parts[1])
+    names = known or range(int(parts[0].labels.max()) + 1)
+    return Splits(name, tuple(map(str, names)), parts[0], test=parts[1])

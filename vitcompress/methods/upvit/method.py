@@ -43,7 +43,8 @@ def plan(model: nn.Module, context: Context, options: Options) -> Plan:
         for remark in too_few_images(context.memo("proxy", lambda: {"images": proxy.total})["images"]):
             context.progress.note(remark)
     removed = ranker.rank_blocks()
-    delta = _delta(context.plan, target, removed, ranker.rank_channels(_cut(model, context.family, target, removed)))
+    orders = ranker.rank_channels(_cut(model, context.family, target, removed))
+    delta = _delta(context.plan, target, removed, orders)
     counts = sorted({f"{len(channels)} channels" for channels in delta.kept.values()})
     parts = f"{len(delta.removed)} parts removed, spaces left with {', '.join(counts)}"
     context.progress.note(f"cut to {target.arch}: {parts}")
@@ -102,7 +103,8 @@ def resize(options: Options, model: nn.Module, family: Family, strength: float) 
     if wrong := sorted(set(options.target_args) - set(own)):
         raise PlanError(f"target_args.{wrong[0]} cannot be chosen by a latency", hint=f"set any of {', '.join(own)}")
     sizes = {name: own[name] + strength * (least - own[name]) for name, least in options.target_args.items()}
-    units = {"depth": 1, "num_heads": 1, "embed_dim": max(1, round(sizes.get("num_heads", heads))), "mlp_ratio": 0.25}
+    heads = max(1, round(sizes.get("num_heads", heads)))
+    units = {"depth": 1, "num_heads": 1, "embed_dim": heads, "mlp_ratio": 0.25}
     args = {name: units[name] * max(1, round(size / units[name])) for name, size in sizes.items()}
     return replace(options, target_args=args)
 
