@@ -105,8 +105,9 @@ def test_mixed_precision_learns_too(tmp_path: Path, device: str, amp: Any) -> No
 
 
 def test_a_loss_that_is_not_finite_stops_the_training(tmp_path: Path) -> None:
-    with pytest.raises(VitcompressError, match=r"the loss became (nan|inf) in epoch"):
+    with pytest.raises(VitcompressError, match=r"the loss became (nan|inf) in epoch") as caught:
         fit(vit(), tmp_path, dataclasses.replace(OPTIONS, optimizer="sgd", lr=1e9))
+    assert str(caught.value.hint).startswith("check the images")
     assert load_state(tmp_path) is None or load_state(tmp_path).data["finished"] is False  # type: ignore[union-attr]
 
 
