@@ -95,7 +95,7 @@ def _project_ragged(spaces: Sequence[Space], scores: Scores, ties: Scores, spars
     for members in together:
         score, tie = (np.concatenate([values[space.name] for space in members]) for values in (scores, ties))
         channels = np.zeros(len(score), dtype=bool)
-        channels[_best_first(score, tie)[: _above_quantile(len(score), sparsity)]] = True
+        channels[np.lexsort((-tie, -score))[: _above_quantile(len(score), sparsity)]] = True
         ends = np.cumsum([space.size for space in members])
         live |= dict(zip((space.name for space in members), np.split(channels, ends[:-1]), strict=True))
     return live
@@ -107,10 +107,6 @@ def _above_quantile(total: int, sparsity: float) -> int:
     The released code keeps these (numpy.percentile, strictly above), one more or less than the rounded share.
     """
     return total - 1 - math.floor(sparsity * (total - 1)) if sparsity else total
-
-
-def _best_first(score: np.ndarray, tie: np.ndarray) -> np.ndarray:
-    return np.lexsort((-tie, -score))  # stable: channels equal in both keep their order
 
 
 def _groups(spaces: Sequence[Space], layout: Layout) -> list[tuple[Space, ...]]:
@@ -133,7 +129,7 @@ def _ladder(group: tuple[Space, ...], scores: Scores, ties: Scores, options: Ser
     orders, ranked = [], []
     for space in group:
         score, tie = (values[space.name].reshape(space.heads, -1) for values in (scores, ties))
-        order = np.stack([_best_first(*head) for head in zip(score, tie, strict=True)])
+        order = np.lexsort((-tie, -score))  # of each head; stable: channels equal in both keep their order
         orders.append(order)
         ranked.append(np.take_along_axis(score, order, axis=1))
     steps = np.split(np.concatenate(ranked).mean(axis=0, dtype=np.float64), edges[:-1])
