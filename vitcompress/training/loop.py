@@ -9,13 +9,12 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from timm.layers import DropPath
 from timm.layers import drop_path as stochastic_depth
-from torch import Tensor, nn
+from torch import nn
 
 from vitcompress.errors import InputError, OutputError
 from vitcompress.io.training_state import load_state, save_state
@@ -189,10 +188,8 @@ def drop_path(module: nn.Module, rate: float) -> Iterator[None]:
                     stack.callback(setattr, child, "drop_prob", child.drop_prob)
                     child.drop_prob = share
                 elif share:  # before any other hook, which may replace the whole branch
-                    stack.callback(child.register_forward_hook(partial(_drop_output, share), prepend=True).remove)
+                    hook = child.register_forward_hook(
+                        lambda module, _, out, rate=share: stochastic_depth(out, rate, module.training), prepend=True
+                    )
+                    stack.callback(hook.remove)
         yield
-
-
-def _drop_output(rate: float, module: nn.Module, args: object, out: Tensor) -> Tensor:
-    """A hook that drops a branch's output for a share of the images while training."""
-    return cast(Tensor, stochastic_depth(out, rate, module.training))
