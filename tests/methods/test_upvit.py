@@ -148,6 +148,16 @@ def test_the_standard_model_has_another_classifier(tmp_path: Path) -> None:
     assert (standard_model(loaded, loaded.plan)(x) - small(x)).abs().max() < 1e-5  # float32, as above
 
 
+def test_the_target_has_the_current_classes_and_size_of_the_model() -> None:
+    dense: Any = model(depth=4)
+    dense.reset_classifier(7)
+    dense.set_input_size((8, 16))
+    options = upvit.Options(target_args={"embed_dim": 8, "num_heads": 1})
+    small = prune(dense, upvit.structure(dense, family_of(dense), plan_of(dense), options))
+    assert small.plan.standard["args"]["num_classes"] == 7 and small.plan.standard["args"]["img_size"] == [8, 16]
+    assert standard_model(small, small.plan)(torch.zeros(1, 1, 8, 16)).shape == (1, 7)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_standard_model_is_checked_in_its_own_type(dtype: torch.dtype, tmp_path: Path) -> None:
     dense = model(depth=4).to(dtype)

@@ -187,7 +187,15 @@ def current_plan(model: nn.Module) -> Plan:
     the preprocessing: what is saved with `model`, and named in its files. Raises WeightsError for other changes, too.
     """
     check_weights(model)
-    plan = plan_of(model)
+    plan = with_changes(plan_of(model), model)
+    if hasattr(model, "plan") and (difference := find_difference(model, rebuild(plan, model.state_dict()))):
+        message = f"this {plan.arch} is not the model of its plan: {difference} differs"
+        raise WeightsError(message, hint="undo the change, which loading would not repeat; see also `reset_classifier`")
+    return plan
+
+
+def with_changes(plan: Plan, model: nn.Module) -> Plan:
+    """`plan` with the arguments of timm.create_model that were changed in `model` since, see `current_plan`."""
     blank = create_on_meta(plan.arch, plan.arch_args)
     now, recorded = (Plan(plan.arch, timm.models.get_model_args(one)).arch_args for one in (model, blank))
     changed = {name: value for name, value in now.items() if recorded.get(name) != value}
@@ -195,13 +203,8 @@ def current_plan(model: nn.Module) -> Plan:
     own, other = (input_config(one).to_dict() for one in (model, blank))
     if preprocessing := {name: own[name] for name in NAMES if own[name] != other[name]}:
         changed[OVERLAY] = {**(args.get(OVERLAY) or {}), **preprocessing}  # type: ignore[dict-item]
-    if changed:
-        standard = plan.standard and {**plan.standard, "args": {**plan.standard["args"], **changed}}
-        plan = replace(plan, arch_args={**args, **changed}, standard=standard)
-    if hasattr(model, "plan") and (difference := find_difference(model, rebuild(plan, model.state_dict()))):
-        message = f"this {plan.arch} is not the model of its plan: {difference} differs"
-        raise WeightsError(message, hint="undo the change, which loading would not repeat; see also `reset_classifier`")
-    return plan
+    standard = plan.standard and {**plan.standard, "args": {**plan.standard["args"], **changed}}
+    return replace(plan, arch_args={**args, **changed}, standard=standard) if changed else plan
 
 
 def rebuild(plan: Plan, tensors: Collection[str]) -> nn.Module:

@@ -5,6 +5,7 @@ That changes the function, since the products of several old heads are then summ
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -16,7 +17,7 @@ from vitcompress.methods.latency import check_target
 from vitcompress.methods.options import Strategy, UpvitOptions
 from vitcompress.methods.scores import UNMEASURED
 from vitcompress.methods.upvit.importance import Component, components
-from vitcompress.models.create import build_on_meta, create_on_meta
+from vitcompress.models.create import build_on_meta, create_on_meta, with_changes
 from vitcompress.models.standard import Block, standard_blocks
 from vitcompress.plan import Plan, enclosing_module, stage_of
 
@@ -104,6 +105,7 @@ def find_target(model: nn.Module, family: Family, base: Plan, options: UpvitOpti
         raise PlanError("no target is set", hint="set sizes, as in target_args = { embed_dim = 192 }, or target")
     spaces = family.spaces(model)
     _check_family(family, spaces)
+    base = with_changes(base, model)
     arch, arch_args = name or base.arch, {**base.arch_args, **options.target_args}
     try:
         standard = create_on_meta(arch, arch_args)
@@ -114,8 +116,7 @@ def find_target(model: nn.Module, family: Family, base: Plan, options: UpvitOpti
         raise PlanError(message, hint=OTHER_METHODS)
     there, here = _Layout.of(standard, family_of(standard)), _Layout.of(model, family)
     stages = _stages(model, family, base, only_widths=there.depths == here.depths)
-    if stages:
-        here = replace(here, depths={stage: len(blocks) for stage, blocks in stages.items()})
+    here = replace(here, depths={stage: len(blocks) for stage, blocks in stages.items()} or here.depths)
     places = {space: _place(space, family.blocks(model)) for space in spaces}
     if problems := _problems(places, here, there):
         message = f"the target {arch} is not a smaller version of the model: {'; '.join(dict.fromkeys(problems))}"
@@ -166,7 +167,8 @@ def _stages(model: nn.Module, family: Family, base: Plan, *, only_widths: bool) 
 
     Raises PlanError if blocks are to be removed, but earlier steps left blocks that no timm model has.
     """
-    try:
+    ignored = (PlanError,) if only_widths else ()
+    with suppress(*ignored):
         replaced = [name for name, replacement in base.removed.items() if replacement != "drop"]
         if changed := [*replaced, *base.appended]:
             raise PlanError(
@@ -175,10 +177,7 @@ def _stages(model: nn.Module, family: Family, base: Plan, *, only_widths: bool) 
                 "after it (the target's depth must equal the model's)",
             )
         return standard_blocks(model, family)
-    except PlanError:
-        if only_widths:
-            return {}
-        raise
+    return {}
 
 
 def _problems(places: Mapping[Space, Place], here: _Layout, there: _Layout) -> list[str]:
@@ -187,16 +186,14 @@ def _problems(places: Mapping[Space, Place], here: _Layout, there: _Layout) -> l
     different = [name for name in {**here.frame, **there.frame} if here.frame.get(name) != there.frame.get(name)]
     if different:
         name, frames = different[0], (there.frame, here.frame)
-        shapes = [str(frame.get(name, "no such parameter")).replace("None", "any") for frame in frames]
-        change = f"{name}: {shapes[0]} there, {shapes[1]} here"
-        problems.append(f"it takes other images, patches, tokens or classes ({change})")
+        shape, own = (str(frame.get(name, "no such parameter")).replace("None", "any") for frame in frames)
+        problems.append(f"it takes other images, patches, tokens or classes ({name}: {shape} there, {own} here)")
     if set(there.depths) != set(here.depths):
         problems.append(f"it has blocks in {', '.join(there.depths)}, the model in {', '.join(here.depths)}")
-    comparable = not problems
     for stage, count in here.depths.items():
         if (depth := there.depths.get(stage, 0)) > count:
             problems.append(f"it has {depth} blocks in {stage}, the model {count}")
-    if not comparable:
+    if different:
         return problems
     smaller = there.depths != here.depths or any(there.sizes[place][0] < space.size for space, place in places.items())
     for space, place in places.items():
