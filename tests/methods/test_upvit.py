@@ -344,6 +344,20 @@ def test_blocks_of_another_function_make_no_standard_model(edits: Any, part: str
     assert narrow.kept and not narrow.standard  # only widths change, and no standard model is claimed
 
 
+@pytest.mark.parametrize("activations", [(), (1,)])
+def test_folded_layers_make_no_standard_model(activations: tuple[int, ...]) -> None:
+    """The error was that the model takes other images, patches, tokens or classes than itself."""
+    row, options = contract("layer_scale", depth=3), upvit.Options(target_args={"embed_dim": 8, "num_heads": 1})
+    pruned: Any = vc.create_model(row.arch, **row.arch_args)
+    if activations:
+        pruned = prune(pruned, vc.plan(pruned, "fixed", activation=activations))
+    folded: Any = vc.fold(pruned)
+    with pytest.raises(PlanError, match=r"\.(ls1|mlp) is folded") as caught:
+        upvit.structure(folded, family_of(folded), folded.plan, options)
+    assert caught.value.hint == "use upvit before folding"
+    assert upvit.structure(pruned, family_of(pruned), pruned.plan, options).kept
+
+
 def test_a_replaced_branch_makes_no_standard_model() -> None:
     """Without its FFN and with x + norm(x) for its attention, a block is still not a removed one."""
     row = contract("swiglu", depth=3)

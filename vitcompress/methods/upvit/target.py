@@ -117,6 +117,8 @@ def find_target(model: nn.Module, family: Family, base: Plan, options: UpvitOpti
     there, here = _Layout.of(standard, family_of(standard)), _Layout.of(model, family)
     stages = _stages(model, family, base, only_widths=there.depths == here.depths)
     here = replace(here, depths={stage: len(blocks) for stage, blocks in stages.items()} or here.depths)
+    if base.folded and here.frame != there.frame:
+        raise PlanError(f"{base.folded[0]} is folded, as in no model of timm", hint="use upvit before folding")
     places = {space: _place(space, family.blocks(model)) for space in spaces}
     if problems := _problems(places, here, there):
         message = f"the target {arch} is not a smaller version of the model: {'; '.join(dict.fromkeys(problems))}"
