@@ -195,7 +195,7 @@ def _problems(places: Mapping[Space, Place], here: _Layout, there: _Layout) -> l
     for stage, count in here.depths.items():
         if (depth := there.depths.get(stage, 0)) > count:
             problems.append(f"it has {depth} blocks in {stage}, the model {count}")
-    if different:
+    if different or set(there.depths) != set(here.depths):
         return problems
     smaller = there.depths != here.depths or any(there.sizes[place][0] < space.size for space, place in places.items())
     for space, place in places.items():
