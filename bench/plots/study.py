@@ -104,7 +104,7 @@ def accuracy_figure(study: Row) -> Any:
             style["label"] = wrap(style["label"], LEGEND)
             tops = [seeds[row["row"]] for row in curve]
             means = [fmean(top) for top in tops]
-            ends = [[fmean(top) - min(top) for top in tops], [max(top) - fmean(top) for top in tops]]
+            ends = [[abs(fmean(top) - end(top)) for top in tops] for end in (min, max)]  # abs: the mean is rounded
             axes.errorbar([row[key] for row in curve], means, yerr=ends, capsize=2, elinewidth=0.7, **style)
         axes.axhline(100 * study["dense"]["top1_mean"], color="gray", ls=":", lw=1, label="dense")
         axes.set(xlabel=label, ylabel="top-1 on the test images, %", xscale="log")

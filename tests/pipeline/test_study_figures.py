@@ -76,6 +76,15 @@ def test_rows_that_are_compared_with_nothing_have_marks_of_their_own_and_a_short
         assert len(axes.get_xticks()) > 2
 
 
+def test_seeds_of_equal_accuracy_have_a_bar_without_a_length() -> None:
+    """The mean of three times 529 of 540 images is rounded: it is larger than each of them."""
+    row = {**dict.fromkeys(("row", "title", "curve"), "own"), "against": [], "macs_ratio": 0.9, "macs": 1}
+    runs = [{"row": "own", "correct": 529, "total": 540}] * 3
+    axes = study.accuracy_figure({"rows": [row], "runs": runs, "speed": None, "dense": {"top1_mean": 0.9}}).axes[0]
+    low, high = axes.containers[0].lines[2][0].get_segments()[0][:, 1]
+    assert low == pytest.approx(high)
+
+
 def test_every_curve_has_pictures_of_its_own(tmp_path: Path) -> None:
     """The names of these three have the same letters."""
     curves = ("A B", "a-b", "A.b!")
