@@ -6,6 +6,7 @@ Sums are taken over all processes in float64; every image is counted exactly onc
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import NotRequired
 
 import numpy as np
@@ -119,7 +120,8 @@ def mcnemar(a_correct: np.ndarray, b_correct: np.ndarray) -> McNemarRecord:
         raise ValueError(f"the masks have different shapes: {a.shape} and {b.shape}")
     only_a, only_b = int((a & ~b).sum()), int((b & ~a).sum())
     coins = only_a + only_b
-    tail = sum(math.comb(coins, k) for k in range(min(only_a, only_b) + 1))
+    steps = range(min(only_a, only_b))  # each binomial coefficient from the one before
+    tail = sum(accumulate(steps, lambda ways, k: ways * (coins - k) // (k + 1), initial=1))
     difference = (only_b - only_a) / len(a)
     counts: McNemarRecord = {"only_a": only_a, "only_b": only_b, "p_value": min(1.0, 2 * tail / 2**coins)}
     return {**counts, "difference": difference, "difference_ci95": paired_interval(only_a, only_b, len(a))}
