@@ -42,7 +42,7 @@ def find_speed(
 def describe_speedup(ratio: records.RatioRecord) -> str:
     """`1.42x (95 % interval 1.37 to 1.47): faster`; no verdict if there are too few rounds for an interval."""
     verdict = "" if ratio["ci95"][1] is None else f": {ratio['verdict']}"
-    return f"{text.format_ratio(ratio['median'])}x ({text.format_interval(ratio['ci95'])}){verdict}"
+    return f"{text.format_speedup(ratio, '95 % interval ')}{verdict}"
 
 
 def match_rows(entries: Iterable[records.BenchRecord], names: Mapping[str, Sequence[str]]) -> list[records.BenchRecord]:

@@ -427,6 +427,10 @@ def test_equal_weights_of_several_blocks_are_one_row() -> None:
 def test_a_speed_up_is_shown_with_its_interval() -> None:
     near = {"median": 1.18, "ci95": [0.89, 1.26], "verdict": "not distinguishable"}
     assert describe_speedup(near) == "1.18x (95 % interval 0.89 to 1.26): not distinguishable"
+    slow = {"median": 0.9962, "ci95": [0.9941, 0.9983], "verdict": "slower"}
+    assert describe_speedup(slow) == "0.996x (95 % interval 0.994 to 0.998): slower", "1.00 is not slower"
+    fast = {"median": 1.01, "ci95": [1.00004, 1.02], "verdict": "faster"}
+    assert describe_speedup(fast) == "1.01000x (95 % interval 1.00004 to 1.02000): faster"
 
 
 def test_numbers_are_aligned_right_and_words_left() -> None:

@@ -41,6 +41,9 @@ def test_significant_digits() -> None:
     assert format_interval([1.5, 12.345]) == "95 % interval 1.50 to 12.3"
     assert format_speedup(ratio) == "183.7x (no interval)"
     assert format_speedup({**ratio, "ci95": [1.5, 12.345]}) == "183.7x (1.50 to 12.3)"
+    slow = {"a": "x", "b": "y", "median": 0.00432, "ci95": [0.00421, 0.0999]}
+    assert format_speedup(slow) == "0.0043x (0.0042 to 0.1)", "0.00 is no ratio"
+    assert describe_ratio(slow) == "y is 0.00432 times as fast as x (95 % interval 0.00421 to 0.0999)"
 
 
 def test_numbers_of_one_row_have_one_unit() -> None:

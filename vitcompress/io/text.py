@@ -70,7 +70,8 @@ def format_milliseconds(value: float) -> str:
 
 
 def format_ratio(ratio: float, digits: int = 2) -> str:
-    return f"{ratio:.{digits}f}" if ratio < 10 else f"{ratio:,.1f}"
+    """1.48, 183.7, 0.0043"""
+    return f"{ratio:,.1f}" if ratio >= 10 else f"{ratio:.{digits}{'f' if ratio >= 0.1 else 'g'}}"
 
 
 def format_interval(ends: Sequence[float | None], digits: int = 2, title: str = "95 % interval ") -> str:
@@ -81,9 +82,13 @@ def format_interval(ends: Sequence[float | None], digits: int = 2, title: str = 
     return f"{title}{format_ratio(low, digits)} to {format_ratio(high, digits)}"
 
 
-def format_speedup(ratio: Mapping[str, Any]) -> str:
-    """`1.51x (1.45 to 1.56)`: a ratio of `bench.timing` and its 95 % interval, or `1.51x (no interval)`."""
-    return f"{format_ratio(ratio['median'])}x ({format_interval(ratio['ci95'], title='')})"
+def format_speedup(ratio: Mapping[str, Any], title: str = "") -> str:
+    """`1.51x (1.45 to 1.56)`: a ratio of `bench.timing` and its 95 % interval, or `1.51x (no interval)`.
+
+    With more digits where 1.00 would hide on which side of 1 an end of the interval is.
+    """
+    digits = next(n for n in range(2, 20) if all(end in (None, 1.0) or round(end, n) != 1 for end in ratio["ci95"]))
+    return f"{format_ratio(ratio['median'], digits)}x ({format_interval(ratio['ci95'], digits, title)})"
 
 
 def describe_ratio(ratio: Mapping[str, Any]) -> str:
