@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 
 from vitcompress.bench.report.records import McNemarRecord, Report
 from vitcompress.errors import InputError
+from vitcompress.io.text import format_signed
 from vitcompress.training.metrics import paired_interval
 
 
@@ -32,7 +33,7 @@ def describe_difference(test: McNemarRecord) -> str:
     """`-0.6 points (p = 0.59), loses at most 2.48 points (95 %)`: the lower end of the interval."""
     low, _ = interval_in_points(test)
     bound = f"{'loses at most' if low < 0 else 'gains at least'} {abs(low):.2f} points (95 %)"
-    return f"{100 * test['difference']:+.1f} points (p = {test['p_value']:.2g}), {bound}"
+    return f"{format_signed(100 * test['difference'])} points (p = {test['p_value']:.2g}), {bound}"
 
 
 def list_drops(tests: Iterable[tuple[str, McNemarRecord]], limit: float | None) -> list[str]:

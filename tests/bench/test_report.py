@@ -1,10 +1,12 @@
 """A report shows what was measured."""
 
 import json
+import re
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from contracts import build
@@ -12,6 +14,7 @@ from PIL import Image
 
 from vitcompress.bench import suite
 from vitcompress.bench.report import compare, page, run
+from vitcompress.bench.report.loss import describe_difference
 from vitcompress.bench.report.measurements import bench_table, describe_conditions, describe_speedup, list_warnings
 from vitcompress.cli.output import tables
 from vitcompress.errors import ArtifactError, InputError
@@ -19,6 +22,7 @@ from vitcompress.exporters.onnx.export import export
 from vitcompress.io.text import NOT_MEASURED, Table
 from vitcompress.models.cost import count_cost
 from vitcompress.models.create import input_config
+from vitcompress.training.metrics import mcnemar
 
 LOSS = "-0.6 points (p = 0.45), loses at most 1.83 points (95 %)"
 CLASSES = ("ant", "bee", "cat", "dog", "eel")
@@ -431,6 +435,18 @@ def test_a_speed_up_is_shown_with_its_interval() -> None:
     assert describe_speedup(slow) == "0.996x (95 % interval 0.994 to 0.998): slower", "1.00 is not slower"
     fast = {"median": 1.01, "ci95": [1.00004, 1.02], "verdict": "faster"}
     assert describe_speedup(fast) == "1.01000x (95 % interval 1.00004 to 1.02000): faster"
+
+
+def test_a_small_loss_is_neither_none_nor_above_its_limit() -> None:
+    """24 and 30 of 50,000 images: one decimal would be -0.0 points, and -0.1 that are at most 0.09."""
+    texts = []
+    for lost in (24, 30):
+        test = mcnemar(np.ones(50_000, bool), np.arange(50_000) >= lost)
+        texts.append(re.sub(r" \(p = .*?\)", "", describe_difference(test)))
+    assert texts == [
+        "-0.048 points, loses at most 0.08 points (95 %)",
+        "-0.06 points, loses at most 0.09 points (95 %)",
+    ]
 
 
 def test_numbers_are_aligned_right_and_words_left() -> None:

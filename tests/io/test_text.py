@@ -4,11 +4,13 @@ from vitcompress.io.text import (
     Table,
     describe_differences,
     describe_ratio,
+    format_change,
     format_count,
     format_interval,
     format_milliseconds,
     format_number,
     format_range,
+    format_signed,
     format_speedup,
     shorten_names,
     shorten_paths,
@@ -44,6 +46,13 @@ def test_significant_digits() -> None:
     slow = {"a": "x", "b": "y", "median": 0.00432, "ci95": [0.00421, 0.0999]}
     assert format_speedup(slow) == "0.0043x (0.0042 to 0.1)", "0.00 is no ratio"
     assert describe_ratio(slow) == "y is 0.00432 times as fast as x (95 % interval 0.00421 to 0.0999)"
+
+
+def test_a_small_change_is_not_shown_as_none() -> None:
+    assert [format_change(10_000, after) for after in (5_000, 9_999, 10_001, 10_000)] == [
+        "-50.0 %", "-0.01 %", "+0.01 %", "+0.0 %",
+    ]  # fmt: skip
+    assert [format_signed(points) for points in (-0.048, 0.186, -0.556, 0.0)] == ["-0.048", "+0.19", "-0.6", "+0.0"]
 
 
 def test_numbers_of_one_row_have_one_unit() -> None:

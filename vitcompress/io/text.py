@@ -44,7 +44,12 @@ def format_percent(share: float) -> str:
 
 
 def format_change(before: float, after: float) -> str:
-    return f"{100 * (after / before - 1):+.1f} %" if before else ""
+    return f"{format_signed(100 * (after / before - 1))} %" if before else ""
+
+
+def format_signed(value: float) -> str:
+    """A difference in percent or points: +1.5, -12.0; two digits of a small one: -0.048 is neither -0.0 nor -0.1."""
+    return f"{value:+.1f}" if abs(value) >= 0.5 or not value else f"{value:+.2g}"
 
 
 def format_shape(shape: Sequence[int]) -> str:

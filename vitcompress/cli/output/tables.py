@@ -11,7 +11,7 @@ from vitcompress.bench.report.records import BenchRecord, CheckRecord
 from vitcompress.bench.report.run import check_table, count_verdicts, describe_bytes, format_speed, weight_table
 from vitcompress.cli.output.terminal import print_line, print_table, print_text
 from vitcompress.exporters.doctor import NO_CLOCKS
-from vitcompress.io.text import NOT_MEASURED, Columns, Table, format_range, shorten_names, shorten_paths
+from vitcompress.io.text import NOT_MEASURED, Columns, Table, format_range, format_signed, shorten_names, shorten_paths
 from vitcompress.models.source import list_by_source
 from vitcompress.pipeline.dry_run import DryRun
 from vitcompress.pipeline.published import Size, SizeComparison
@@ -60,7 +60,7 @@ def print_counts(sizes: Sequence[SizeComparison]) -> None:
 def _describe_size(size: Size, unit: str, mark: str = "") -> tuple[str, str, str]:
     """Published (with a `mark`), counted and relative difference."""
     published = "" if size.published is None else f"{size.published:g} {unit}{mark}"
-    return published, f"{size.counted:.3f} {unit}", "" if size.off is None else f"{100 * size.off:+.1f} %"
+    return published, f"{size.counted:.3f} {unit}", "" if size.off is None else f"{format_signed(100 * size.off)} %"
 
 
 def print_dry_run(plan: DryRun) -> None:
