@@ -1,6 +1,6 @@
 """Top-1 and top-5 of artifacts on the same labeled images, with counts and a test of their difference."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -185,7 +185,12 @@ def _resolve_preprocessing(runner: Runner, options: Preprocessing) -> tuple[Inpu
     """
     values = options.changes_for(runner.input_size[0], runner.name)
     if runner.input is not None:
-        _check_preprocessing(runner.name, runner.input, values)
+        for key, value in values.items():
+            own: Value = getattr(runner.input, key)
+            if own != value and (isinstance(value, str) or not np.allclose(own, value, rtol=1e-9, atol=0)):
+                problem = f"{runner.name} records {key} {describe_value(own)}, not {describe_value(value)}"
+                hint = f"leave --{key.replace('_', '-')} out: the artifact was exported with the value that it records"
+                raise ArtifactError(problem, hint=hint)
         return runner.input, ""
     channels, height, width = runner.input_size
     fixed: dict[str, Value] = {}
@@ -202,25 +207,12 @@ def _resolve_preprocessing(runner: Runner, options: Preprocessing) -> tuple[Inpu
     used = {name: value for name, value in values.items() if name not in fixed}
     unused = [f"--{name}" for name in values if name in fixed]
     assumed = {name: config[name] for name in NAMES if name not in {*values, *fixed}}
+    listed = [", ".join(f"{key} {describe_value(value)}" for key, value in one.items()) for one in (used, assumed)]
     remarks = (
         f"{runner.name} does not record its preprocessing",
         "it takes uint8 images and normalizes them itself" if fixed else "",
         f"{' and '.join(unused)} {'have' if len(unused) > 1 else 'has'} no effect on it" if unused else "",
-        f"used: {_format_values(used)}" if used else "",
-        f"assumed, timm's defaults: {_format_values(assumed)}" if assumed else "",
+        f"used: {listed[0]}" if used else "",
+        f"assumed, timm's defaults: {listed[1]}" if assumed else "",
     )
     return InputConfig(size=config.pop("input_size"), **config), "; ".join(filter(None, remarks))
-
-
-def _check_preprocessing(name: str, config: InputConfig, values: Mapping[str, Value]) -> None:
-    """Raise ArtifactError for an option that differs from what the artifact records."""
-    for key, value in values.items():
-        own: Value = getattr(config, key)
-        if own != value and (isinstance(value, str) or not np.allclose(own, value, rtol=1e-9, atol=0)):
-            hint = f"leave --{key.replace('_', '-')} out: the artifact was exported with the value that it records"
-            raise ArtifactError(f"{name} records {key} {describe_value(own)}, not {describe_value(value)}", hint=hint)
-
-
-def _format_values(values: Mapping[str, Value]) -> str:
-    """`mean 0.5,0.5,0.5, crop_pct 0.9`"""
-    return ", ".join(f"{key} {describe_value(value)}" for key, value in values.items())

@@ -18,9 +18,8 @@ def paired_tests(report: Report) -> Iterator[tuple[str, McNemarRecord]]:
     tests = {"the dense model": accuracy.get("mcnemar"), "the control": accuracy.get("control_mcnemar")}
     for name, test in tests.items():
         if test is not None:
-            counts = test["only_a"], test["only_b"], accuracy["compressed"]["total"]
-            points = (counts[1] - counts[0]) / counts[2]
-            yield name, {**test, "difference": points, "difference_ci95": list(paired_interval(*counts))}
+            a, b, total = test["only_a"], test["only_b"], accuracy["compressed"]["total"]
+            yield name, {**test, "difference": (b - a) / total, "difference_ci95": paired_interval(a, b, total)}
 
 
 def interval_in_points(test: McNemarRecord) -> tuple[float, float]:

@@ -88,10 +88,7 @@ def format_interval(ends: Sequence[float | None], digits: int = 2, title: str = 
 
 
 def format_speedup(ratio: Mapping[str, Any], title: str = "") -> str:
-    """`1.51x (1.45 to 1.56)`: a ratio of `bench.timing` and its 95 % interval, or `1.51x (no interval)`.
-
-    With more digits where 1.00 would hide on which side of 1 an end of the interval is.
-    """
+    """`1.51x (1.45 to 1.56)`, or `1.51x (no interval)`; with more digits where an end near 1 would be 1.00."""
     digits = next(n for n in range(2, 20) if all(end in (None, 1.0) or round(end, n) != 1 for end in ratio["ci95"]))
     return f"{format_ratio(ratio['median'], digits)}x ({format_interval(ratio['ci95'], digits, title)})"
 

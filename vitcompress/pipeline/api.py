@@ -339,10 +339,8 @@ def evaluate(
     names = getattr(data, "classes", None)
     if isinstance(model, nn.Module):
         check_outputs(model)
-    elif names and isinstance(names, list | tuple):
-        remark = compare_classes(user_path(model), list(map(str, names)))
-        if remark:
-            warnings.warn(f"{model}: {remark}", stacklevel=3)
+    elif isinstance(names, list | tuple) and names and (note := compare_classes(user_path(model), [*map(str, names)])):
+        warnings.warn(f"{model}: {note}", stacklevel=3)
     with ExitStack() as stack:
         runtime = distributed.start(device, workers=workers)
         stack.callback(runtime.stop)
