@@ -138,8 +138,7 @@ def _check_folder(folder: Path, study: Study, runs: Sequence[Run]) -> None:
         check_folder(run.folder, run.recipe, structure_only=False, fresh=False)
 
 
-# A run, its duration in seconds, and the error message and the traceback if it failed.
-Outcome = tuple[Run, float, str | None, str]
+Outcome = tuple[Run, float, str | None, str]  # a run, its seconds, and the error message and traceback of a failure
 
 
 def execute_runs(runs: Sequence[Run], jobs: int, progress: Progress) -> None:
@@ -162,8 +161,7 @@ def execute_runs(runs: Sequence[Run], jobs: int, progress: Progress) -> None:
         lines = [f"{', '.join(names)}: {problem}" for problem, names in failed.items()]
         message = "\n  ".join([f"{sum(map(len, failed.values()))} of {len(runs)} runs failed", *lines])
         error = VitcompressError(message, hint="the other runs are done; the same command repeats these")
-        for text in filter(None, tracebacks.values()):  # shown with --debug
-            error.add_note(text)
+        error.add_note("\n".join(tracebacks.values()))  # shown with --debug
         raise error
 
 
