@@ -98,6 +98,7 @@ def test_completion_knows_names_of_recipes_methods_and_precisions() -> None:
     assert completions("vitcompress recipes keys up") == [*completions("vitcompress recipe up"), "upvit"]
     assert completions("vitcompress export run --precision ") == [*get_args(Precision), "fastest"]
     assert completions("vitcompress bench run --precision b") == ["bf16"]
+    assert completions("vitcompress sign run --key k") == completions("vitcompress export run --sign k") == ["file,k"]
 
 
 def test_completion_knows_methods_of_other_packages(tmp_path: Path) -> None:

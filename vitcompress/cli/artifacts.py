@@ -57,7 +57,7 @@ def verify(folder: Path, require_verified: bool, adopt: bool) -> int:
 @opt.option("--out -o", "File to write (default: in DIR).", FILE)
 @opt.flag("--dense", "Export the model before pruning, to compare with.")
 @opt.flag("--require-verified", "Exit code 1 if the file cannot be verified on this machine.")
-@opt.option("--sign", "Sign the file with this private key, unless a check fails.", opt.parse_key, "KEY")
+@opt.option("--sign", "Sign the file with this private key, unless a check fails.", opt.KEY, "KEY")
 @common_options
 def export(
     folder: Path, format: str | None, out: Path | None, dense: bool, require_verified: bool, **options: Any
@@ -117,7 +117,7 @@ def keygen(key: Path) -> int:
 
 @click.command()
 @click.argument("artifact", type=PATH, metavar="FILE|DIR")
-@opt.option("--key", "Private ed25519 key, of keygen or ssh-keygen.", opt.parse_key, "KEY", required=True)
+@opt.option("--key", "Private ed25519 key, of keygen or ssh-keygen.", opt.KEY, "KEY", required=True)
 @common_options
 def sign(artifact: Path, key: Any) -> int:
     """Sign an exported file or a run folder.

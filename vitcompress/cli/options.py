@@ -30,6 +30,14 @@ class HomePath(click.Path):
         return super().convert(user_path(value), param, ctx)
 
 
+class KeyPath(HomePath):
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from vitcompress.io.signature import read_private_key  # which needs an extra
+
+        return read_private_key(super().convert(value, param, ctx))
+
+
+KEY = KeyPath(path_type=Path, dir_okay=False)  # the private key in a file
 PATH, FILE, FOLDER = (HomePath(path_type=Path, **kind) for kind in ({}, {"dir_okay": False}, {"file_okay": False}))
 
 Command = Callable[..., Any]
@@ -93,13 +101,6 @@ def parse_points(ctx: click.Context, param: click.Parameter, value: float | None
     if value is None or 0 <= value < 100:  # not for NaN
         return value
     raise click.BadParameter(f"got {value:g}, expected percentage points from 0 to below 100, as in 1.5")
-
-
-def parse_key(value: str) -> Any:
-    """The private key in a file."""
-    from vitcompress.io.signature import read_private_key  # which needs an extra
-
-    return read_private_key(FILE.convert(value, None, None))
 
 
 def add_options(*options: Decorator) -> Decorator:

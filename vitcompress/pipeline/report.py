@@ -266,8 +266,8 @@ def record_accuracy(
         names, own = list_names(files.path, reports.read_report(files.path)), load_recipe_of_run(files.recipe).data
         accuracy = read_record(files.accuracy, reports.ACCURACIES) or {}
         known = {entry["images_digest"] for entry in accuracy.values() if "images_digest" in entry}
-        images = {row["images_digest"] for row in evaluation["rows"]}
-        same = images == known if known else used == (own.source, own.path, own.test_split)
+        digest = evaluation["rows"][0]["images_digest"]
+        same = known == {digest} if known else used == (own.source, own.path, own.test_split)
         if not same or options.preprocessing != Preprocessing():
             progress.note(f"not in the report of {files.path}: other images or preprocessing than those of the run")
             return

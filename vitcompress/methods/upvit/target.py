@@ -169,8 +169,7 @@ def _stages(model: nn.Module, family: Family, base: Plan, *, only_widths: bool) 
 
     Raises PlanError if blocks are to be removed, but earlier steps left blocks that no timm model has.
     """
-    ignored = (PlanError,) if only_widths else ()
-    with suppress(*ignored):
+    with suppress(*((PlanError,) if only_widths else ())):
         replaced = [name for name, replacement in base.removed.items() if replacement != "drop"]
         if changed := [*replaced, *base.appended]:
             raise PlanError(
