@@ -120,7 +120,7 @@ class TrainOptions:
 
     @property
     def unused(self) -> dict[str, str]:
-        """Options that have no effect beside the others -> the reason."""
+        """Options that differ from the defaults and have no effect beside the others -> the reason."""
         kind = f"distillation is {self.distillation!r}"
         rules = (
             (self.lr_base is not None, "lr_base is set", ("lr",)),
@@ -131,7 +131,8 @@ class TrainOptions:
             (self.distillation != "soft_patch", kind, ("patch_weight",)),
             (self.distillation != "hard", kind, ("teacher_smoothing",)),
         )
-        return {name: reason for holds, reason, names in rules if holds for name in names}
+        reasons = {name: reason for holds, reason, names in rules if holds for name in names}
+        return {name: reasons[name] for name in reasons if getattr(self, name) != getattr(TrainOptions, name)}
 
     @property
     def share_of_labels(self) -> float:
