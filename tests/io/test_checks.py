@@ -37,7 +37,7 @@ def test_a_value_passes_up_to_its_tolerance(value: float, verdict: str) -> None:
 
 
 def test_a_verification_as_json() -> None:
-    known = {"name": "x", "value": 1.5, "tolerance": 2.0, "detail": "what", "command": None}
+    known = {"name": "x", "value": 1.5, "tolerance": 2.0, "detail": "what", "command": None, "applies": True}
     right, wrong = Check("x", "passed", 1.5, 2.0, "what"), Check("x", "failed", 1.5, 2.0, "what")
     records = [{**known, "verdict": "passed", "passed": True}, {**known, "verdict": "failed", "passed": False}]
     assert [right.to_dict(), wrong.to_dict()] == records

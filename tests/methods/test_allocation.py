@@ -144,7 +144,7 @@ def test_splits_without_tie_break(name, budget, split, prediction, least):
 )
 def test_ties_go_to_the_faster_model(rows, budget, best, chosen):
     allocation = allocate(rows, LAYERS, budget)
-    assert (allocation.best, allocation.chosen) == (best, chosen)
+    assert (allocation.best, allocation.chosen, allocation.tie) == (best, chosen, best != chosen)
 
 
 def test_the_measured_cost_decides_a_tie():

@@ -135,6 +135,7 @@ def precision_option(default: str, *names: str) -> Decorator:
 
 
 METHODS = ["minmax", "percentile", "entropy", "mse"]
+GPUS = ["none", "ampere+", "same"]
 # Each option is a field of ExportOptions.
 export_options = add_options(
     precision_option("fp32", "fp32", "tf32", "fp16", "bf16", "int8", "int8+bf16", "fp8", "fastest"),
@@ -155,11 +156,7 @@ export_options = add_options(
     option("--optimization-level", "0: fastest build, 5: fastest engine (trt).", click.IntRange(0, 5)),
     option("--workspace", "Memory for an engine, as in 4G (trt).", parse_size, "SIZE"),
     option("--timing-cache", "File that caches kernel timings (trt).", PATH),
-    option(
-        "--hardware-compatible",
-        "Run on any GPU from Ampere on, or of the same compute capability (trt).",
-        click.Choice(["none", "ampere+", "same"]),
-    ),
+    option("--hardware-compatible", "Run on GPUs from Ampere on, or of the same capability (trt).", click.Choice(GPUS)),
     flag("--version-compatible", "Run in later versions of TensorRT, too (trt)."),
     option("--keep-onnx/--no-onnx", "Keep the ONNX file of an engine beside it.", default=True),
 )

@@ -73,13 +73,15 @@ class Split:
 class Allocation:
     """The chosen split (pruned attention, pruned activation), and how certain the choice is.
 
-    best: the split predicted best, from which `chosen` differs only where `tie_break` decided. margin: its lead over
-    the runner-up (None with a single split).
+    best: the split predicted best. margin: its lead over the runner-up (None with a single split). tie: the lead is
+    below a tenth of the RMSE. chosen differs from best only where `tie_break` decided.
     """
 
     chosen: tuple[int, int]
     best: tuple[int, int]
     margin: float | None
+    tie: bool
+    tie_break: str
     polynomial: Polynomial
     rmse: float
     degrees: tuple[Validation, ...]
@@ -133,14 +135,14 @@ def allocate_budget(
     degrees = tuple(validate(rows, degree) for degree in DEGREES)
     # The lowest RMSE among the degrees with full rank in every fold; the first degree if there is none.
     validation = min((v for v in degrees if v.full_rank), key=lambda v: v.rmse, default=degrees[0])
-    polynomial = Polynomial(validation.degree, tuple(_solve(np.array(rows), validation.degree)[0].tolist()))
+    curve = Polynomial(validation.degree, tuple(_solve(np.array(rows), validation.degree)[0].tolist()))
     candidates = feasible_splits(layers, options.pruned_layers, options.min_pruned_per_type)
-    predicted = _predict(np.array(polynomial.coefficients), candidates, layers, polynomial.degree)
+    predicted = _predict(np.array(curve.coefficients), candidates, layers, curve.degree)
     best = int(np.argmax(predicted))
     gaps = predicted[best] - predicted
     tied = [s for s, gap in zip(candidates, gaps, strict=True) if gap < TIE_SHARE * validation.rmse] or candidates[:1]
-    by_cost = options.tie_break == "faster" and len(tied) > 1
-    chosen = min(tied, key=lambda s: cost(*s)) if by_cost else candidates[best]
+    tie = len(tied) > 1
+    chosen = min(tied, key=lambda s: cost(*s)) if tie and options.tie_break == "faster" else candidates[best]
     fits = (coefficients for _, coefficients, _ in _folds(rows, validation.degree))
     wins = Counter(int(np.argmax(_predict(fit, candidates, layers, validation.degree))) for fit in fits)
     splits = tuple(
@@ -148,7 +150,7 @@ def allocate_budget(
         for i, (s, p, gap) in enumerate(zip(candidates, predicted, gaps, strict=True))
     )
     margin = float(np.sort(gaps)[1]) if len(gaps) > 1 else None
-    return Allocation(chosen, candidates[best], margin, polynomial, validation.rmse, degrees, splits)
+    return Allocation(chosen, candidates[best], margin, tie, options.tie_break, curve, validation.rmse, degrees, splits)
 
 
 def _predict(coefficients: Array, splits: Sequence[tuple[int, int]], layers: tuple[int, int], degree: int) -> Array:
