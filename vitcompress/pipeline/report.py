@@ -265,9 +265,9 @@ def record_accuracy(
     def add(files: RunFolder) -> None:
         names, own = list_names(files.path, reports.read_report(files.path)), load_recipe_of_run(files.recipe).data
         accuracy = read_record(files.accuracy, reports.ACCURACIES) or {}
-        known = {entry["images_digest"] for entry in accuracy.values() if "images_digest" in entry}
-        digest = evaluation["rows"][0]["images_digest"]
-        same = known == {digest} if known else used == (own.source, own.path, own.test_split)
+        known = {entry.get("images_digest", entry["total"]) for entry in accuracy.values() if "total" in entry}
+        digest, total = evaluation["rows"][0]["images_digest"], evaluation["images"]
+        same = known <= {digest, total} and (digest in known or used == (own.source, own.path, own.test_split))
         if not same or options.preprocessing != Preprocessing():
             progress.note(f"not in the report of {files.path}: other images or preprocessing than those of the run")
             return
