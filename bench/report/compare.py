@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Literal, NamedTuple, NotRequired, TypedDict
 
 from vitcompress.bench.plots.figure import COLORS, MARKS, new_figure, save_figure, wrap
-from vitcompress.bench.report.measurements import pairs
+from vitcompress.bench.report.measurements import describe_setting, pairs
 from vitcompress.bench.report.records import AccuracyRecord, RatioRecord, Report
 from vitcompress.bench.report.run import count_verdicts, format_accuracy
 from vitcompress.errors import InputError
 from vitcompress.io.text import NOT_MEASURED, Table, format_change, format_count, format_speedup, shorten_paths
 
 COUNTS: dict[str, Literal["params", "macs"]] = {"parameters": "params", "MACs": "macs"}
-COLUMNS = ("run", "dense model", "accuracy", *COUNTS, "speed-up (95 %)", "checks")
+COLUMNS = ("run", "dense model", "accuracy", *COUNTS, "speed-up (95 %)", "measured in", "checks")
 Cells = dict[str, str]  # by column; those that a row lacks are empty
 
 
@@ -30,10 +30,10 @@ class Comparison(TypedDict):
 
 
 class Point(NamedTuple):
-    """A run in the plot, or a dense model, which has no ratio."""
+    """A run in the plot, or a dense model, which has no ratio. setting: of the measurement."""
 
     run: str
-    runtime: str
+    setting: str
     ratio: RatioRecord | None
     accuracy: AccuracyRecord
 
@@ -80,8 +80,8 @@ def _dense_cells(report: Report, model: Literal["dense", "control"], largest: Ma
 
 def _compressed_cells(report: Report, largest: Mapping[str, int]) -> Cells:
     speed, verify = _speed(report), report.get("verify")
-    cells = {"accuracy": format_accuracy(_accuracy(report), NOT_MEASURED)}
-    cells["speed-up (95 %)"] = f"{format_speedup(speed[1])}, batch {speed[1]['batch']}" if speed else NOT_MEASURED
+    cells = {"accuracy": format_accuracy(_accuracy(report), NOT_MEASURED), "measured in": speed[0] if speed else ""}
+    cells["speed-up (95 %)"] = format_speedup(speed[1]) if speed else NOT_MEASURED
     cells["checks"] = count_verdicts(verify) if verify else "not run"
     for name, key in COUNTS.items():
         dense, compressed = report["cost"]["dense"][key], report["cost"]["compressed"][key]
@@ -94,8 +94,8 @@ def _accuracy(report: Report, model: Literal["dense", "compressed", "control"] =
 
 
 def _speed(report: Report) -> tuple[str, RatioRecord] | None:
-    """Runtime, and the speed of the compressed over the dense model in it, with an interval and undisturbed if any."""
-    speeds = [(a["runtime"], ratio) for a, _, ratio in pairs(report.get("bench") or ())]
+    """Setting and speed of the compressed over the dense model; with an interval and undisturbed if any."""
+    speeds = [(describe_setting(a), ratio) for a, _, ratio in pairs(report.get("bench") or ())]
     return next((speed for speed in speeds if speed[1]["ci95"][1] is not None), speeds[0] if speeds else None)
 
 
@@ -128,8 +128,7 @@ def plot(runs: Mapping[str, Report], path: Path) -> Path:
     if not any(point.ratio for point in shown):
         reasons = "; ".join(f"{Path(name).name}: {_gap(report)}" for name, report in runs.items())
         raise InputError(f"none of these runs has both an accuracy and a speed to plot: {reasons}")
-    settings = [f"{point.runtime}, batch {point.ratio['batch']}" if point.ratio else "" for point in shown]
-    common = {*settings} - {""}
+    common = {point.setting for point in shown} - {""}
     where = f" ({common.pop()})" if len(common) == 1 else ""  # else beside each run
     figure = new_figure(7, 4 + 0.2 * len(shown))
     axes = figure.subplots()
@@ -138,7 +137,7 @@ def plot(runs: Mapping[str, Report], path: Path) -> Path:
         left, right = point.ratio["ci95"] if point.ratio else (None, None)
         low, high = (100 * end for end in point.accuracy["top1_ci95"])
         style = {"color": COLORS[number % len(COLORS)], "marker": MARKS[number % len(MARKS)]}
-        label = f"{point.run}, {settings[number]}" if point.ratio and not where else point.run
+        label = f"{point.run}, {point.setting}" if point.ratio and not where else point.run
         style["label"] = wrap(label, 6.4)  # inches, beside the mark
         style |= {} if point.ratio else {"color": "gray", "mfc": "white"}
         bar = None if left is None or right is None else [[x - left], [right - x]]  # None: too few rounds

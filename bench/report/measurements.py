@@ -115,14 +115,19 @@ def speed_rows(entries: Iterable[records.BenchRecord]) -> Iterator[tuple[str, ..
         best.setdefault((pair[0]["artifact"], pair[1]["artifact"], pair[2]["batch"], *map(pair[0].get, SETTINGS)), pair)
     several = len({dense["threads"] for dense, *_ in best.values()}) > 1
     for dense, compressed, ratio in best.values():
-        threads = f", threads {dense['threads']}" * (several and dense["threads"] is not None)
-        where = f"{dense['runtime']} {dense['device']} {_format_precision(dense)}{threads}, batch {dense['batch']}"
+        where = describe_setting(dense, threads=several)
         times = [row["latency_ms"]["p50"] for row in (dense, compressed)]
         rates = [row["images_per_second"] for row in (dense, compressed)]
         yield f"latency, median ({where})", *(f"{text.format_milliseconds(t)} ms" for t in times), ""
         yield f"throughput ({where})", *(f"{text.format_rate(rate)} images/s" for rate in rates), ""
         # The speed-up is a median over pairs of blocks, not the ratio of the figures above, and so has its own row.
         yield f"speed-up ({where})", "", "", describe_speedup(ratio)
+
+
+def describe_setting(row: records.BenchRow, *, threads: bool = True) -> str:
+    """`onnxruntime cpu fp32, threads 2, batch 256`"""
+    count = f", threads {row['threads']}" * (threads and row["threads"] is not None)
+    return f"{row['runtime']} {row['device']} {_format_precision(row)}{count}, batch {row['batch']}"
 
 
 def bench_table(entries: Sequence[records.BenchRecord]) -> Table:

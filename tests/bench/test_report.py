@@ -272,6 +272,19 @@ def test_an_undisturbed_measurement_with_an_interval_is_compared(measured: tuple
     assert "88.0x (no interval)" in cells(short)
 
 
+def test_a_comparison_names_the_setting_of_each_speed(measured: tuple[Path, dict[str, Any]]) -> None:
+    """A speed-up in torch and one in ONNX Runtime, or in fp32 and int8, looked alike."""
+    entry = measured[1]["bench"][0]
+    runs = {}
+    for name, change in {"a": {}, "b": {"runtime": "torch"}, "c": {"precision": "int8", "threads": 3}}.items():
+        runs[name] = {**measured[1], "bench": [{**entry, "rows": [{**row, **change} for row in entry["rows"]]}]}
+    table = compare.compare_runs({**runs, "d": {**measured[1], "bench": None}})["table"]
+    threads = entry["rows"][0]["threads"]
+    settings = [f"{name} cpu fp32, threads {threads}, batch 2" for name in ("onnxruntime", "torch")]
+    cells = [row[table.columns.index("measured in")] for row in table.rows]
+    assert cells == ["", *settings, "onnxruntime cpu int8, threads 3, batch 2", ""]
+
+
 def test_what_the_plot_shows(measured: tuple[Path, dict[str, object]], tmp_path: Path) -> None:
     dense, point = compare.points({"run": measured[1]})
     assert (dense.run, dense.ratio, dense.accuracy["top1"]) == ("dense", None, 524 / 540)
@@ -311,7 +324,7 @@ def test_the_plot_names_each_run_and_the_batch_size(
     labels = [text.get_text().replace("\n", "") for text in legend.get_texts()]
     assert labels == ["dense", "a/run", "b/run", r"\$x_1\$", "long_" * 12, "long_" * 30]
     assert legend.get_window_extent().x0 >= 0 and legend.get_window_extent().x1 <= figure.bbox.x1
-    assert figure.axes[0].get_xlabel() == "times as fast as its dense model (onnxruntime, batch 2)"
+    assert figure.axes[0].get_xlabel() == "times as fast as its dense model (onnxruntime cpu fp32, threads 2, batch 2)"
 
 
 def test_the_plot_of_runs_with_several_batch_sizes_states_that_of_each(
@@ -332,7 +345,7 @@ def test_the_plot_of_runs_with_several_batch_sizes_states_that_of_each(
     assert label.get_window_extent().x0 >= 0 and label.get_window_extent().x1 <= figure.bbox.x1
     assert label.get_text() == "times as fast as its dense model"
     names = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert names == ["dense", *(f"run{batch}, onnxruntime, batch {batch}" for batch in (2, 8, 256))]
+    assert names == ["dense", *(f"run{batch}, onnxruntime cpu fp32, threads 2, batch {batch}" for batch in (2, 8, 256))]
 
 
 def test_the_summary_has_one_speed_of_each_setting(measured: tuple[Path, dict[str, Any]]) -> None:
