@@ -282,6 +282,23 @@ def test_a_set_of_an_option_that_another_choice_disables_is_a_problem() -> None:
         load_recipe("deit_s_hetdpt", ["step.0.layers=search", "step.0.published_attention=[1]"])
 
 
+def test_the_default_of_an_unknown_key_is_a_problem() -> None:
+    """`KEY=` restores a default. A misspelled key was ignored, and the recipe's value stayed."""
+    for known in ("finetune.epochs=", "bench.batch=", "step.0.te.images=", "model.args.drop_rate=", "run.threads="):
+        load_recipe("digits_hetdpt", [known])
+    for unknown, near in {
+        "finetune.epoch=": "epochs",
+        "finetun.epochs=": "finetune",
+        "step.0.pruned_layer=": "pruned_layers",
+        "step.0.te.image=": "images",
+        "finetune.augmentation.no_augg=": "no_aug",
+    }.items():
+        with pytest.raises(RecipeError) as error:
+            load_recipe("digits_hetdpt", [unknown])
+        assert error.value.problems == (f"--set {unknown}   unknown key, did you mean {near}?",)
+        assert "recipes keys hetdpt" in (error.value.hint or "")
+
+
 @pytest.mark.parametrize(
     ("assignment", "other", "reason"),
     [

@@ -6,15 +6,15 @@ import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from vitcompress import recipes
-from vitcompress.errors import InputError, RecipeError
+from vitcompress.errors import InputError, RecipeError, did_you_mean
 from vitcompress.io.files import DEEPEST, parse_plain, read_text, user_path
 from vitcompress.io.text import format_range
-from vitcompress.io.validation import keys_hint, validate, validate_options
+from vitcompress.io.validation import UNKNOWN_KEY, keys_hint, validate, validate_options
 from vitcompress.methods.options import OPTIONS, find_options
 from vitcompress.recipe.schema import QuantizeTable, Recipe, Step, Tables, plain_data
 from vitcompress.training.options import BUILT_IN
@@ -159,17 +159,24 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
 
 
 def _ineffective(sets: Sequence[str], recipe: Recipe) -> Iterator[str]:
-    """Assignments to options that a recipe holds for another choice, such as `collection` beside published layers."""
+    """Assignments to options that a recipe holds for another choice, such as `collection` beside published layers, and
+    `KEY=` of unknown keys.
+    """
     for assignment in sets:
         table, *path = _path(assignment.partition("=")[0])
+        place, names = cast(Any, recipe), [table, *path]
         unused = getattr(getattr(recipe, table, None), "unused", {})
         if path and isinstance(path[0], int):
             from vitcompress.methods.table import find_method  # imports torch
 
             step = recipe.steps[path.pop(0)]
-            unused = find_method(step.method).describe(step.options).unused
+            place, names, unused = step.options, path, find_method(step.method).describe(step.options).unused
         if path and path[0] in unused and not assignment.endswith("="):
             yield f"--set {assignment}   has no effect: {unused[path[0]]}"
+        for name in names if assignment.endswith("=") else ():
+            if is_dataclass(place) and not hasattr(place, name):
+                yield f"--set {assignment}   {UNKNOWN_KEY}{did_you_mean(name, vars(place))}"
+            place = getattr(place, name, None)
 
 
 def _path(key: str) -> list[Any]:
