@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import vitcompress as vc
 from vitcompress import surgery
-from vitcompress.errors import PlanError
+from vitcompress.errors import InputError, PlanError
 from vitcompress.families import Space, family_of
 from vitcompress.io.files import write_json
 from vitcompress.methods.table import METHODS
@@ -278,6 +278,15 @@ def test_too_few_proxy_images_are_reported(tmp_path: Path) -> None:
         not any("too few" in text for text in Notes.notes)
         and METHODS["upvit"].report(tmp_path / "magnitude").remarks == []
     )
+
+
+def test_scores_of_weights_need_no_images() -> None:
+    """`vc.plan(model, "upvit", score="magnitude", ...)` without data was rejected for images that it does not read."""
+    dense = model()
+    sizes = {"target_args": {"mlp_ratio": 2.0}}
+    assert vc.plan(dense, "upvit", score="magnitude", **sizes).kept
+    with pytest.raises(InputError, match="needs images"):
+        vc.plan(dense, "upvit", score="exact", **sizes)
 
 
 @pytest.mark.parametrize(

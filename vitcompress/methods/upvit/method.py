@@ -19,11 +19,10 @@ from torch import nn
 from vitcompress.errors import PlanError
 from vitcompress.families import Family
 from vitcompress.methods.base import ARBITRARY, MEASURED, Choice, Context, Estimate, Method, StepInfo
-from vitcompress.methods.calibration import calibration_images
 from vitcompress.methods.options import UpvitOptions as Options
 from vitcompress.methods.scores import UNMEASURED
 from vitcompress.methods.upvit.importance import Component, components
-from vitcompress.methods.upvit.ranking import PROXY_BATCH, Ranker, best, too_few_images
+from vitcompress.methods.upvit.ranking import Ranker, best, too_few_images
 from vitcompress.methods.upvit.report import report
 from vitcompress.methods.upvit.target import Target, find_target
 from vitcompress.plan import Plan, is_within, module_of
@@ -36,11 +35,10 @@ def plan(model: nn.Module, context: Context, options: Options) -> Plan:
     Raises PlanError if the model cannot become the target, or an option has no effect.
     """
     target = find_target(model, context.family, context.plan, options)
-    copy, proxy = deepcopy(model).to(context.runtime.device), calibration_images(context, options.images, PROXY_BATCH)
-    ranker = Ranker(copy, context, options, target, proxy)
+    ranker = Ranker(deepcopy(model).to(context.runtime.device), context, options, target)
     if target.surplus or options.score not in UNMEASURED:
         check_outputs(model)
-        for remark in too_few_images(context.memo("proxy", lambda: {"images": proxy.total})["images"]):
+        for remark in too_few_images(context.memo("proxy", lambda: {"images": ranker.loader.total})["images"]):
             context.progress.note(remark)
     removed = ranker.rank_blocks()
     orders = ranker.rank_channels(_cut(model, context.family, target, removed))

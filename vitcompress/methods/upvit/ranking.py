@@ -9,7 +9,7 @@ everything is measured again on the remaining model.
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -96,7 +96,11 @@ class Ranker:
     context: Context
     options: UpvitOptions
     target: Target
-    loader: EvalLoader
+
+    @cached_property
+    def loader(self) -> EvalLoader:
+        """Training images. Raises InputError if there are none; not every score needs them."""
+        return calibration_images(self.context, self.options.images, PROXY_BATCH)
 
     def rank_blocks(self) -> list[str]:
         """The sites to remove, the least important first, until each stage has as many blocks as the target."""
