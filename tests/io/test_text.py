@@ -9,6 +9,7 @@ from vitcompress.io.text import (
     format_interval,
     format_milliseconds,
     format_number,
+    format_percent,
     format_range,
     format_signed,
     format_speedup,
@@ -53,6 +54,13 @@ def test_a_small_change_is_not_shown_as_none() -> None:
         "-50.0 %", "-0.01 %", "+0.01 %", "+0.0 %",
     ]  # fmt: skip
     assert [format_signed(points) for points in (-0.048, 0.186, -0.556, 0.0)] == ["-0.048", "+0.19", "-0.6", "+0.0"]
+
+
+def test_almost_all_is_not_shown_as_all() -> None:
+    """49,999 of 50,000 were 100.0 %."""
+    shares = (0.0, 1 / 50_000, 0.0004, 0.5, 0.9994, 49_999 / 50_000, 1.0)
+    texts = ["0.0 %", "0.002 %", "0.04 %", "50.0 %", "99.9 %", "99.998 %", "100.0 %"]
+    assert list(map(format_percent, shares)) == texts
 
 
 def test_numbers_of_one_row_have_one_unit() -> None:

@@ -40,7 +40,9 @@ def format_count(number: float, like: float = 0) -> str:
 
 
 def format_percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+    """`97.0 %`; with more digits where 0.0 or 100.0 would not be exact."""
+    digits = next(n for n in range(1, 20) if share in (0, 1) or 0 < round(share, n + 2) < 1)
+    return f"{100 * share:.{digits}f} %"
 
 
 def format_change(before: float, after: float) -> str:

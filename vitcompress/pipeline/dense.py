@@ -136,7 +136,7 @@ def examine_dense(job: Job, accuracy: Accuracy) -> tuple[list[str], CheckFailedE
     assert job.data is not None
     (kind, images), expect, classes = _check_images(job), job.options.expect, few(job.data.classes)
     low, high = (100 * end for end in accuracy.interval)
-    top1 = f"{kind} top-1 {accuracy}, 95 % interval {low:.1f} to {high:.1f} %"
+    top1 = f"{kind} top-1 {accuracy}, 95 % interval {low:.2f} to {high:.2f} %"
     scale = f"mean {describe_value(job.input.mean)} and standard deviation {describe_value(job.input.std)}"
     notes = [f"dense model: {top1}"]
     if job.recipe.model.weights not in ("random", "train") and guessed(accuracy.correct, images.labels):

@@ -16,6 +16,7 @@ from torch.nn import functional
 from typing_extensions import TypedDict
 
 from vitcompress.errors import DataError, VitcompressError
+from vitcompress.io.text import format_percent
 from vitcompress.models.create import InputConfig
 from vitcompress.training.datasets import Images, check_labels
 from vitcompress.training.distributed import Runtime
@@ -51,7 +52,7 @@ class Accuracy:
 
     def __str__(self) -> str:
         """`97.5 % (39 of 40)`"""
-        return f"{100 * self.top1:.1f} % ({self.correct} of {self.total})"
+        return f"{format_percent(self.top1)} ({self.correct} of {self.total})"
 
     def to_dict(self) -> dict[str, object]:
         """Counts, shares and the interval as plain data."""

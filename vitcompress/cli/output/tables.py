@@ -190,7 +190,7 @@ def print_accuracy(evaluation: Evaluation) -> None:
         "top-1": lambda row: f"{100 * row['top1']:.2f} % ({row['correct']}/{row['total']})",
         "95 % interval": lambda row: "{:.2f} to {:.2f} %".format(*(100 * end for end in row["top1_ci95"])),
         "top-5": lambda row: f"{100 * row['top5']:.2f} %",
-        "images/s": lambda row: format_speed(row["speed"], NOT_MEASURED),
+        "images/s (recorded)": lambda row: format_speed(row["speed"], NOT_MEASURED),
         "sha256": lambda row: (row["sha256"] or "")[:12],
     }
     print_table(Table.of("", columns, evaluation["rows"]))
