@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,6 +75,7 @@ def test_all_problems_of_a_file_are_reported_at_once() -> None:
     ("text", "message"),
     [
         ("", "not JSON"),
+        ({"arch": "x", "format": 1}, "not JSON"),
         ("{", "not JSON"),
         ("[" * 100_000, "not JSON"),
         ("[]", "expected an object, got list"),
@@ -87,7 +89,7 @@ def test_all_problems_of_a_file_are_reported_at_once() -> None:
         ('{"arch": "x", "format": 1, "folded": [1]}', "folded: expected a list"),
     ],
 )
-def test_damaged_files(text: str, message: str) -> None:
+def test_damaged_files(text: Any, message: str) -> None:
     with pytest.raises(PlanError) as caught:
         Plan.from_json(text)
     assert message in caught.value.message

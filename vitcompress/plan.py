@@ -132,7 +132,7 @@ class Plan:
         """Read and validate a plan. Raises PlanError with all problems that can be detected without the model."""
         try:
             data = json.loads(text)
-        except (ValueError, RecursionError) as error:
+        except (TypeError, ValueError, RecursionError) as error:  # TypeError: it is no text
             raise PlanError(f"the plan is not JSON: {error}", hint=RESTORE) from None
         if problems := plan_problems(data):
             raise PlanError("the plan cannot be used:\n  " + "\n  ".join(problems), hint=RESTORE)
