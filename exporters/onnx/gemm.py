@@ -5,7 +5,7 @@ Operations on each channel stay in rows, (batch x tokens, channels), with reshap
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import onnx_ir as ir
@@ -133,7 +133,6 @@ def _linear(node: ir.Node) -> tuple[ir.Node, ir.Value] | None:
         product = value.producer() if value is not None else None
         if product is None or product.op_type != "MatMul" or not _is_constant(bias, rank=1):
             continue
-        assert bias is not None
         only_use = len(list(product.outputs[0].uses())) == 1 and not product.outputs[0].is_graph_output()
         if only_use and _is_constant(product.inputs[1], rank=2) and _can_be_rows(product.inputs[0]):
             return product, bias
@@ -164,7 +163,7 @@ def _can_be_rows(value: ir.Value | None) -> bool:
     return all(isinstance(size, int) for size in list(value.shape)[1:])
 
 
-def _is_constant(value: ir.Value | None, rank: int) -> bool:
+def _is_constant(value: ir.Value | None, rank: int) -> TypeGuard[ir.Value]:
     return value is not None and value.const_value is not None and value.shape is not None and len(value.shape) == rank
 
 

@@ -4,7 +4,7 @@ A classifier that reads the class token needs one row of everything after the ke
 runtime detects this. Each remaining row is computed as before: the outputs are the same up to rounding.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ UNARY = ("Gelu", "Erf", "Tanh", "Relu", "Sigmoid")
 BINARY = ("Add", "Sub", "Mul", "Div")
 Demand = Rows | None  # None: all of it
 Slices = dict[tuple[ir.Value, Rows], ir.Value]
-Demands = dict[tuple[ir.Node, int], Demand]  # (node, number of an input) -> what the node needs of it
+Demands = dict[tuple[ir.Node, int], Rows]  # (node, number of an input) -> what the node needs of it, if not all
 
 
 def drop_unread_tokens(graph: ir.Graph) -> None:
@@ -34,7 +34,7 @@ def drop_unread_tokens(graph: ir.Graph) -> None:
     for value, rows in shorter.items():
         node: Any = value.producer()
         for index, source in enumerate(node.inputs):
-            need = demands[node, index]
+            need = demands.get((node, index))
             if source is not None and need is not None and source not in shorter:
                 node.replace_input_with(index, _first_rows(graph, source, need, slices))
         if node.op_type == "Reshape":
@@ -57,14 +57,13 @@ def _find_demands(graph: ir.Graph) -> tuple[Demands, dict[ir.Value, Rows]]:
             needs = RULES[node.op_type](node, rows)
             if needs is not None:
                 shorter[node.outputs[0]] = rows
-        for index in range(len(node.inputs)):
-            demands[node, index] = needs[index] if needs is not None and index < len(needs) else None
+        demands |= {(node, index): need for index, need in enumerate(needs or ()) if need is not None}
     return demands, shorter
 
 
-def _joint_demand(value: ir.Value, demands: Mapping[tuple[ir.Node, int], Demand]) -> Demand:
+def _joint_demand(value: ir.Value, demands: Demands) -> Demand:
     """What all readers of `value` need of it together."""
-    needs = [demands[use.node, use.idx] for use in value.uses()]
+    needs = [demands.get((use.node, use.idx)) for use in value.uses()]
     rows = [need for need in needs if need is not None]
     axes = {need.axis for need in rows}
     if value.is_graph_output() or value.shape is None or len(rows) != len(needs) or len(axes) != 1:
