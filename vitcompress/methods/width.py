@@ -85,19 +85,17 @@ class Candidates:
                 kept[space.name] = channels
         return self.base.delta(kept=kept, heads=heads)
 
-    def cost(self, counts: Counts) -> Cost:
-        """The cost of the deployed model, counted on shapes alone."""
-        return self._cost_of(self.delta(counts))
-
     @cached_property
-    def _cost_of(self) -> Callable[[Plan], Cost]:
+    def cost(self) -> Callable[[Counts], Cost]:
+        """The cost of the deployed model with `counts`, counted on shapes alone."""
         shapes, size = copy_to_meta(self.model), input_config(self.model).size
         folded = deepcopy(shapes)
         records = surgery.fold_linears(folded, self.base).records
         # Otherwise it depends on the widths which FFNs are folded.
         scales = all(record.reason == surgery.INTO_THE_LINEAR for record in records)
         planned = planned_cost(folded, size) if scales else None
-        return planned or (lambda delta: count_cost(deploy(shapes, self.base, delta), size))
+        cost_of = planned or (lambda delta: count_cost(deploy(shapes, self.base, delta), size))
+        return lambda counts: cost_of(self.delta(counts))
 
 
 def deploy(model: nn.Module, base: Plan, delta: Plan) -> nn.Module:
