@@ -56,10 +56,8 @@ class RunLog:
 
     def append(self, record: EpochRecord) -> None:
         """Add one line, and its numbers to TensorBoard. Raises OutputError when the disk is full."""
-        with convert_write_errors(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a") as file:
-                file.write(json.dumps({"stage": self.stage, **record}) + "\n")
+        with convert_write_errors(self.path), self.path.open("a") as file:
+            file.write(json.dumps({"stage": self.stage, **record}) + "\n")
         with suppress(OSError):
             for name, value in record.items() if self.board else ():
                 if isinstance(value, int | float) and name != "epoch":
