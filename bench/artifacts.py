@@ -140,8 +140,7 @@ def _timm_onnx(name: str, options: RunnerOptions) -> Runner:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "timm.onnx"
         try:
-            with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
                 onnx_export(model.eval(), str(path), input_size=input_config(model).size, use_dynamo=True)
         except Exception as error:  # any exception of torch's exporter
             raise VitcompressError(f"timm could not export its model: {first_line(error)}") from error
