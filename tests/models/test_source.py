@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+import torchvision
 from safetensors.torch import load_file, save_file
 
 from vitcompress.errors import InputError, WeightsError
@@ -380,6 +381,30 @@ def test_models_of_transformers(case: str) -> None:
     if case == "vit":
         about = input_config(model)
         assert (about.mean, about.interpolation, about.crop_mode) == ((0.1, 0.2, 0.3), "bilinear", "squash")
+
+
+@pytest.mark.parametrize("kind", ["vit", "swin"])
+def test_models_of_torchvision(kind: str, tmp_path: Path) -> None:
+    """Their names of tensors were unknown."""
+    torch.manual_seed(0)
+    if kind == "vit":
+        sizes = {"image_size": 32, "patch_size": 8, "num_layers": 2, "hidden_dim": 192, "mlp_dim": 96}
+        model: Any = torchvision.models.VisionTransformer(num_heads=3, num_classes=5, **sizes)
+        arch, args = VIT, {}
+    else:
+        sizes = {"patch_size": [4, 4], "embed_dim": 16, "depths": [2, 1, 2], "window_size": [4, 4]}
+        model = torchvision.models.SwinTransformer(num_heads=[2, 4, 4], num_classes=5, **sizes)
+        arch, args = "swin_tiny_patch4_window7_224", {"img_size": 64, "num_heads": [2, 4, 4]}
+    for parameter in model.parameters():  # biases and classifier are zero at first
+        torch.nn.init.normal_(parameter, std=0.1)
+    torch.save({"model": model.state_dict()}, tmp_path / "a.pth")
+    resolved = resolve_model(arch, args, tmp_path / "a.pth")
+    loaded = create_model(arch, resolved.arch_args, tmp_path / "a.pth")
+    images = torch.randn(2, *input_config(loaded).size)
+    with torch.no_grad():
+        expected, outputs = model.eval()(images), loaded(images)
+    torch.testing.assert_close(outputs, expected)
+    assert expected.std() > 1e-3
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import re
 import sys
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isclose
 from pathlib import Path
@@ -55,27 +55,32 @@ TRAINING_ONLY = re.compile(r"drop|weight_init")  # arguments without effect on a
 RESAMPLE = dict(enumerate(("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")))  # PIL's numbers
 SHORTEST_EDGE = ("Bit", "CLIP", "ConvNext")  # starts of names of image processors where a size of one number is that
 
-# Names of tensors in transformers' ViT, DeiT, Swin and DINOv2 -> timm's; each pattern once, in this order.
+# Names of tensors in torchvision's ViT and Swin, and in transformers' ViT, DeiT, Swin and DINOv2 -> timm's; each
+# pattern once, in this order.
+TORCHVISION = ("conv_proj.weight", "features.1.0.attn.qkv.weight")  # one of them is in each of these models
 TRANSFORMERS = "embeddings.patch_embeddings.projection.weight"  # ends the name of a tensor in all of these models
 RENAMED = ("vit", "deit", "swin", "dinov2", "dinov2_with_registers")
-RENAMES = (
+RENAMES: tuple[tuple[str, str | Callable[[Any], str]], ...] = (
     (rf"^({'|'.join(RENAMED)})\.", ""),
-    (r"^embeddings\.patch_embeddings\.projection\.", "patch_embed.proj."),
-    (r"^embeddings\.norm\.", "patch_embed.norm."),
-    (r"^embeddings\.position_embeddings$", "pos_embed"),
+    (r"^(embeddings\.patch_embeddings\.projection|conv_proj|features\.0\.0)\.", "patch_embed.proj."),
+    (r"^(embeddings\.norm|features\.0\.2)\.", "patch_embed.norm."),
+    (r"^(embeddings\.position_embeddings|encoder\.pos_embedding)$", "pos_embed"),
     (r"^embeddings\.distillation_token$", "dist_token"),
-    (r"^encoder\.layer\.", "blocks."),
+    (r"^class_token$", "cls_token"),
+    (r"^encoder\.(layer\.|layers\.encoder_layer_)", "blocks."),
     (r"^(embeddings|encoder)\.", ""),
-    (r"\.attention\.output\.dense\.", ".attn.proj."),
+    (r"^features\.(\d*[13579])\.", lambda match: f"layers.{int(match[1]) // 2}.blocks."),
+    (r"^features\.(\d+)\.", lambda match: f"layers.{int(match[1]) // 2 - 1}.downsample."),
+    (r"\.(attention\.output\.dense|self_attention\.out_proj)\.", ".attn.proj."),
     (r"\.attention\.(attention|self)\.", ".attn."),
-    (r"\.attn\.(query|key|value)\.", ".attn.qkv."),
-    (r"\.layernorm_before\.", ".norm1."),
-    (r"\.layernorm_after\.", ".norm2."),
-    (r"\.(intermediate\.dense|mlp\.weights_in)\.", ".mlp.fc1."),
-    (r"\.(output\.dense|mlp\.weights_out)\.", ".mlp.fc2."),
+    (r"\.(attn\.(query|key|value)\.|self_attention\.in_proj_)", ".attn.qkv."),
+    (r"\.(layernorm_before|ln_1)\.", ".norm1."),
+    (r"\.(layernorm_after|ln_2)\.", ".norm2."),
+    (r"\.(intermediate\.dense|mlp\.(weights_in|0|linear_1))\.", ".mlp.fc1."),
+    (r"\.(output\.dense|mlp\.(weights_out|3|linear_2))\.", ".mlp.fc2."),
     (r"\.layer_scale([12])\.lambda1$", r".ls\1.gamma"),
-    (r"^layernorm\.", "norm."),
-    (r"^(cls_)?classifier\.", "head."),
+    (r"^(layernorm|ln)\.", "norm."),
+    (r"^((cls_)?classifier|heads\.head)\.", "head."),
     (r"^distillation_classifier\.", "head_dist."),
 )
 UNUSED = re.compile(r"^pooler\.|^mask_token$|relative_position_index$")  # tensors that classify nothing
@@ -170,12 +175,12 @@ def _locate(weights: str) -> tuple[str, Path, Path]:
 
 
 def to_timm(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors with timm's names, from one of the layouts of transformers; unchanged in other layouts.
+    """Tensors with timm's names, from a layout of transformers or torchvision; unchanged in other layouts.
 
     The projections of q, k and v are joined. The epsilon of transformers' norms, 1e-12 instead of timm's 1e-6, changes
     outputs by a few units in the sixth digit.
     """
-    if any(name.endswith(TRANSFORMERS) for name in tensors):
+    if any(name.endswith((TRANSFORMERS, *TORCHVISION)) for name in tensors):
         parts: dict[str, list[Tensor]] = defaultdict(list)
         for old in sorted(tensors, key=lambda name: (".value." in name, ".key." in name)):  # q, k, v
             name = old
