@@ -1,6 +1,7 @@
 """Tensors by name: safetensors, and PyTorch checkpoints read without executing pickled code."""
 
 import argparse
+import json
 import pickle
 import struct
 from collections.abc import Iterable, Mapping
@@ -39,7 +40,16 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
         own = tensor.detach().cpu().contiguous()
         plain[name] = own.clone() if own.untyped_storage().data_ptr() in stored else own
         stored.add(own.untyped_storage().data_ptr())
-    write_file(path, lambda beside: save_file(plain, beside, metadata=dict(metadata or {})))
+
+    def fill(beside: Path) -> None:
+        save_file(plain, beside, metadata=dict(metadata or {}))
+        with beside.open("r+b") as file:  # the library orders metadata by chance
+            size = int.from_bytes(file.read(8), "little")
+            header = {**json.loads(file.read(size)), "__metadata__": dict(metadata or {})}
+            file.seek(8)
+            file.write(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size))
+
+    write_file(path, fill)
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:
