@@ -1,6 +1,6 @@
 """Types of the records in report.json, bench.json and verify.json, as they are read from disk, and their check.
 
-`vitcompress.bench.report.schema` generates the JSON Schemas from these types. Shares are between 0 and 1, sizes in
+`tests/helpers/report_schemas.py` generates the JSON Schemas from these types. Shares are between 0 and 1, sizes in
 bytes, times in milliseconds where a name does not say seconds, and None means unknown or not measured.
 """
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import jsonschema
 import pytest
+from report_schemas import FOLDER, TYPES, schema, write_schemas
 from whole_runs import SMALL, run, with_steps
 
-from vitcompress.bench.report.schema import FOLDER, TYPES, schema, write_schemas
 from vitcompress.io.run_folder import RunFolder
 
 one_version = pytest.mark.skipif(
@@ -23,7 +23,7 @@ WIDTHS = 'method = "isomorphic"\nimages = 40\nround_to = 2'
 @one_version
 @pytest.mark.parametrize("name", TYPES)
 def test_the_schema_files_equal_the_types(name: str) -> None:
-    """If this fails after a change of the types: `python -m vitcompress.bench.report.schema`."""
+    """If this fails after a change of the types: `python -m tests.helpers.report_schemas`."""
     assert json.loads((FOLDER / f"{name}.schema.json").read_text()) == schema(name)
 
 

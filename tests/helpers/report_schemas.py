@@ -1,15 +1,16 @@
-"""JSON Schemas of the files of a run folder: `python -m vitcompress.bench.report.schema` rewrites them."""
+"""JSON Schemas of the files of a run folder: `python -m tests.helpers.report_schemas` rewrites them."""
 
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
+from vitcompress.bench.report import records
 from vitcompress.bench.report.records import BenchRecord, Report, VerificationRecord
 from vitcompress.exporters.sidecar import Sidecar
 from vitcompress.io.files import write_json
 
-FOLDER = Path(__file__).parent / "schemas"
+FOLDER = Path(records.__file__).parent / "schemas"
 TYPES: dict[str, TypeAdapter[Any]] = {
     "report": TypeAdapter(Report),
     "bench": TypeAdapter(list[BenchRecord]),
