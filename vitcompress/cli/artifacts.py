@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import click
@@ -77,6 +78,7 @@ def export(
         from vitcompress.io.validation import options_of
         from vitcompress.pipeline.export_folder import export_folder, sign_artifact, verify_export
         from vitcompress.pipeline.fastest import FASTEST, choose_fastest, options_for
+        from vitcompress.pipeline.folder import UNFINISHED
         from vitcompress.pipeline.report import refresh_reports
 
         key, fastest = options.pop("sign"), options["precision"] == FASTEST
@@ -86,6 +88,8 @@ def export(
             best, candidates = choose_fastest(folder, format, settings, out=out, dense=dense, progress=progress)
             format, settings = best.format, options_for(settings, best)
         with lock_file(RunFolder(folder).plan, lambda: progress.note("waiting for another export of this folder")):
+            for unfinished in filter(Path.is_dir, folder.glob(UNFINISHED)):  # of an export that was killed
+                rmtree(unfinished)
             done = export_folder(folder, format or "onnx", options=settings, out=out, dense=dense, progress=progress)
             with record_changes(folder):
                 outcome = verify_export(folder, done, progress, dense=dense)
