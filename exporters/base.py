@@ -17,7 +17,7 @@ from vitcompress.exporters.runner import Runner, RunnerOptions
 from vitcompress.exporters.sidecar import FORMAT, sidecar_path
 from vitcompress.exporters.uint8 import can_fold_normalization
 from vitcompress.families import family_of
-from vitcompress.io.files import convert_write_errors, file_sha256, write_file, write_json
+from vitcompress.io.files import changing, convert_write_errors, file_sha256, write_file, write_json
 from vitcompress.io.hardware import package_versions
 from vitcompress.io.progress import SILENT, Progress
 from vitcompress.io.text import describe_value
@@ -222,6 +222,7 @@ def write_with_data(path: Path, write: Callable[[Path], None], stale: Iterable[P
             sidecar = sidecar_path(target)
             data = sorted({*target.parent.iterdir()} - {target, sidecar})
             for old in (sidecar_path(path), *stale):  # the first one describes the file that is replaced now
+                changing.get()(old)
                 old.unlink(missing_ok=True)
             for file in (*data, target, *([sidecar] if sidecar.exists() else [])):
                 write_file(path.parent / file.name, file.replace)

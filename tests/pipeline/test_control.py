@@ -1,6 +1,9 @@
 """The control: the dense model after as much training, to separate pruning from longer training."""
 
+import os
 import shutil
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,12 @@ from vitcompress.bench.report.loss import paired_tests
 from vitcompress.bench.report.run import format_accuracy, summary_table
 from vitcompress.errors import InputError
 from vitcompress.io.files import file_sha256, read_json, write_json
+from vitcompress.io.manifest import read_manifest
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.pipeline.dry_run import dry_run_recipe
 from vitcompress.pipeline.job import RunOptions
 from vitcompress.pipeline.run import RunResult, run_recipe
-from vitcompress.verify.records import report_checks
+from vitcompress.verify.records import manifest_checks, report_checks
 
 TWO = (*world.BARE, "finetune.epochs=2")  # epochs of the fine-tuning
 
@@ -116,6 +120,31 @@ def test_a_control_is_trained_like_the_compressed_model_and_resumes(home: Path) 
     assert file_sha256(files[0].weights) != file_sha256(next(home.glob("dense-*")) / "model.safetensors")
     assert read_json(files[0].training)["epochs"] == 2
     assert [note for note in progress.notes if note.startswith("fine-tune: already done")]
+
+
+@pytest.mark.parametrize("moment", ["accuracy.json", "report.json", "report.md", "manifest.json"])
+def test_a_finished_run_to_which_a_control_was_added_in_two_attempts_is_intact(
+    home: Path, tmp_path: Path, moment: str
+) -> None:
+    (dense,) = home.glob("dense-*")
+    shutil.copytree(dense, tmp_path / dense.name)
+    run(tmp_path, control=False)
+
+    def killed() -> None:
+        def watch(event: str, args: tuple[Any, ...]) -> None:
+            if event == "os.rename" and Path(args[1]).name == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(watch)
+        run(tmp_path, control=True)
+
+    assert world.forked(killed) == -signal.SIGKILL
+    result, _ = run(tmp_path, control=True)
+    assert result.passed and "control" in result.report["accuracy"]
+    files = RunFolder(tmp_path / "run")
+    assert [check.verdict for check in manifest_checks(files)] == ["passed"]
+    listed = (read_manifest(files.path) or {})["files"]
+    assert {"log.jsonl", "report.json", "state/accuracy.json", "state/control/plan.json"} <= listed.keys()
 
 
 def test_the_control_is_trained_for_the_epochs_of_all_steps(tmp_path: Path) -> None:

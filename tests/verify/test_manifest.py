@@ -1,7 +1,10 @@
 """Every change to a file of a finished run folder is detected and named, and no later command hides it."""
 
 import json
+import os
 import shutil
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +17,7 @@ from whole_runs import SMALL
 import vitcompress as vc
 from vitcompress import cli
 from vitcompress.errors import ArtifactError, InputError, OutputError
-from vitcompress.io.files import read_json, write_json
+from vitcompress.io.files import changing, lock_file, read_json, write_json
 from vitcompress.io.manifest import _to_text, read_manifest, record_changes
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import load_tensors, save_tensors
@@ -232,6 +235,43 @@ def test_a_text_file_that_was_edited_before_keeps_its_entry(run: Path) -> None:
     assert "dense.onnx.json" not in (read_manifest(run) or {})["files"]
 
 
+@pytest.mark.parametrize("name", ["bench.json", "model.onnx.json", "state/mistakes.json"])
+def test_a_killed_process_leaves_no_entry_that_contradicts_a_file(run: Path, name: str) -> None:
+    def change() -> None:
+        with record_changes(run), lock_file(run):
+            write_json(run / name, read_json(run / name) | {"note": {}} if name != "bench.json" else [])
+            changing.get()(run / "report.md")
+            (run / "report.md").unlink()
+            os._exit(0)
+
+    assert world.forked(change) == 0
+    manifest = read_manifest(run)
+    assert manifest and not {name, "report.md"} & manifest["files"].keys()
+    assert [check.verdict for check in manifest_checks(RunFolder(run))] == ["passed"]
+    with record_changes(run):
+        pass
+    assert sorted([*(read_manifest(run) or {})["files"], "manifest.json"]) == relatives(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stop", "parts"), [("model.onnx.json", 0), ("model.onnx", 1), ("verify.json", 0)])
+def test_an_export_that_is_killed_can_be_repeated(run: Path, stop: str, parts: int) -> None:
+    def export() -> None:
+        def watch(event: str, args: tuple[object, ...]) -> None:
+            if event == "os.rename" and args[1] == str(run / stop):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(watch)
+        command("export", run)
+
+    assert world.forked(export) == -signal.SIGKILL
+    assert len([path for path in run.glob(".*.part") if path.is_dir()]) == parts
+    assert [command(*words)[0] for words in (("export", run), ("verify", run))] == [0, 0]
+    assert not any(path.is_dir() for path in run.glob(".*.part"))
+    complete = [name for name in relatives(run) if not name.endswith(".part")]  # a small file may be left
+    assert sorted([*(read_manifest(run) or {})["files"], "manifest.json"]) == complete
+
+
 def test_verify_passes_again_after_it_replaced_its_own_verdict(run: Path) -> None:
     (run / "verify.json").write_text("{}")
     assert [command("verify", run)[0] for _ in range(2)] == [1, 0]
@@ -252,9 +292,10 @@ def test_a_folder_without_a_manifest_works_and_can_be_adopted(run: Path) -> None
 
 
 def test_a_run_that_was_stopped_before_its_manifest_is_verified(run: Path) -> None:
-    (run / "manifest.json").unlink()
+    (run / "manifest.json").rename(run / ".manifest.json.0.part")
     world.run(run.parent, text=SMALL)
     assert [check.verdict for check in manifest_checks(RunFolder(run))] == ["passed"]
+    assert not list(run.rglob("*.part"))
 
 
 def test_a_continued_run_keeps_the_entries_of_other_files(run: Path) -> None:

@@ -26,6 +26,9 @@ except ImportError:  # Windows
 # Where signatures are required, SHA-256 of the only files that runners open, by resolved path; elsewhere empty. Nothing
 # is written beside these files, as that would end the signatures.
 signed_files: ContextVar[Mapping[Path, str]] = ContextVar("signed_files", default={})  # noqa: B039 - is never changed
+# Called with the path of a file just before it is replaced or removed.
+changing: ContextVar[Callable[[Path], object]] = ContextVar("changing", default=lambda path: None)
+_locked: ContextVar[frozenset[Path]] = ContextVar("locked", default=frozenset())
 LARGEST = 2**28  # bytes of a text file
 DEEPEST = 32  # levels of tables and lists; files of vitcompress have up to 8
 LARGEST_INT = 2**63 - 1
@@ -53,6 +56,7 @@ def write_file(path: Path, fill: Callable[[Path], object]) -> None:
             with beside.open("r+b") as file:  # Windows syncs only files opened for writing
                 os.fsync(file.fileno())
             beside.chmod(mode)
+            changing.get()(path)
             beside.replace(path)
     finally:
         with contextlib.suppress(OSError):
@@ -104,13 +108,14 @@ def format_json(data: Any, **options: Any) -> str:
 def lock_file(path: Path, on_wait: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Lock a file or a folder against other processes: a folder to read, change and write back a file in it.
 
-    Locks `path` itself, which needs no lock file and may be read-only. A process that locks it twice waits forever.
-    Where `path` does not exist, or the system or the disk does not support locks, this does nothing. on_wait(): called
-    if another process has locked it.
+    Locks `path` itself, which needs no lock file and may be read-only. Where this block is inside one of the same lock,
+    `path` does not exist, or the system or the disk does not support locks, this does nothing. on_wait(): called if
+    another process has locked it.
     """
+    key = path.resolve()
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
-            if fcntl is not None:
+            if fcntl is not None and key not in _locked.get():
                 handle = os.open(path, os.O_RDONLY)
                 stack.callback(os.close, handle)
                 try:
@@ -118,6 +123,7 @@ def lock_file(path: Path, on_wait: Callable[[], object] = lambda: None) -> Itera
                 except BlockingIOError:
                     on_wait()
                     fcntl.flock(handle, fcntl.LOCK_EX)
+                stack.callback(_locked.reset, _locked.set(_locked.get() | {key}))
         yield
 
 

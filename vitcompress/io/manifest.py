@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vitcompress.errors import ArtifactError, InputError
-from vitcompress.io.files import file_sha256, find_changed_files, lock_file, read_json, write_text
+from vitcompress.io.files import changing, file_sha256, find_changed_files, lock_file, read_json, write_text
 from vitcompress.io.hardware import package_versions
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.plan import Plan
@@ -89,18 +89,32 @@ def check_unchanged(folder: Path, *paths: Path) -> None:
 def record_changes(folder: Path) -> Iterator[None]:
     """Update the manifest of `folder` with the files that this block writes and removes. Without one, do nothing.
 
-    All other entries stay, and so do those of text files that were changed before: the block may write them back.
+    A file has no entry while it changes: a process that is killed leaves none that contradicts a file, and the next
+    block adds those that are missing. All other entries stay, and so do those of text files that were changed before:
+    the block may write them back.
     """
     manifest, edited, before = None, dict[str, str](), _states(folder)
     with suppress(ArtifactError):
         manifest = read_manifest(folder)
         if texts := [folder / name for name in before if Path(name).suffix in AMENDED]:
             edited = find_changes(folder, *texts)
+
+    def remove_entry(path: Path) -> None:
+        if manifest and path.is_relative_to(folder):
+            name = path.relative_to(folder).as_posix()
+            with lock_file(folder):
+                if (now := read_manifest(folder)) and name in now["files"].keys() - edited.keys():
+                    _write(folder, now, set(), {name})
+
+    token = changing.set(remove_entry)
     try:
         yield
     finally:
+        changing.reset(token)
         after = _states(folder) if manifest else before
-        written = {name for name, state in after.items() if before.get(name) != state} - edited.keys()
+        listed = (manifest or {"files": {}})["files"]
+        changed = {name for name, state in after.items() if before.get(name) != state or name not in listed}
+        written = changed - edited.keys()
         if manifest and (written or before.keys() - after.keys()):
             with lock_file(folder):
                 _write(folder, read_manifest(folder) or manifest, written, before.keys() - after.keys())

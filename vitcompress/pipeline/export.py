@@ -81,14 +81,12 @@ def write_export(
     def write(path: Path, **changes: Any) -> Exported:
         return exporter.export(model, path, options=replace(options, **changes), **about)
 
-    with record_changes(path.parent):  # after each step: the next one opens the file, which checks the manifest
+    with record_changes(path.parent):
         exported = exporter.export(model, path, options=options, progress=progress, **about)
-    if result is not None:
-        with record_changes(path.parent):
+        if result is not None:
             exported = _add_costs(exported, result, changes, write, model)
-    if options.precision.startswith("int8") and not exporter.cannot_run():
-        wide = options.only(exporter.uses - {"precision", "islands", *ONLY_EIGHT_BITS})
-        with record_changes(path.parent):
+        if options.precision.startswith("int8") and not exporter.cannot_run():
+            wide = options.only(exporter.uses - {"precision", "islands", *ONLY_EIGHT_BITS})
             exported = compare_with_fp32(exported, partial(exporter.export, model, options=wide, **about))
     return exported
 

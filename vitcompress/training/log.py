@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from vitcompress.io.files import convert_write_errors, write_text
+from vitcompress.io.files import changing, convert_write_errors, write_text
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.training.options import EpochRecord
 
@@ -56,6 +56,7 @@ class RunLog:
 
     def append(self, record: EpochRecord) -> None:
         """Add one line, and its numbers to TensorBoard. Raises OutputError when the disk is full."""
+        changing.get()(self.path)
         with convert_write_errors(self.path), self.path.open("a") as file:
             file.write(json.dumps({"stage": self.stage, **record}) + "\n")
         with suppress(OSError):
