@@ -46,8 +46,9 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
         with beside.open("r+b") as file:  # the library orders metadata by chance
             size = int.from_bytes(file.read(8), "little")
             header = {**json.loads(file.read(size)), "__metadata__": dict(metadata or {})}
+            text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
             file.seek(8)
-            file.write(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size))
+            file.write(text.ljust(size) if len(text) <= size else b"")  # a longer one would overwrite tensors
 
     write_file(path, fill)
 
