@@ -105,16 +105,11 @@ def targets() -> Iterator[Record]:
             problem = f"torch finds no NVIDIA GPU here{hardware.cuda_reason()}; with one: {provider.remedy}"
         yield _target(f"onnxruntime {name}", NO_FORMAT, problem, provider.packages, on_gpu)
     for device, present in _devices().items():
-        if present:
-            problem = torch_problem(device)
-        elif device == "cuda":
-            reason = hardware.cuda_reason() or ("" if torch.version.cuda else "; built without CUDA, see pytorch.org")
-            problem = f"torch finds no NVIDIA GPU here{reason}"
-        elif sys.platform == "darwin":
-            problem = f"torch finds no {device} here"
-        else:
-            continue
-        yield _target(f"torch {device}", NO_FORMAT, problem, ("torch",), "cuda" in device)
+        reason = hardware.cuda_reason() or ("" if torch.version.cuda else "; built without CUDA, see pytorch.org")
+        missing = f"torch finds no {f'NVIDIA GPU here{reason}' if device == 'cuda' else f'{device} here'}"
+        if present or device == "cuda" or sys.platform == "darwin":
+            problem = torch_problem(device) if present else missing
+            yield _target(f"torch {device}", NO_FORMAT, problem, ("torch",), "cuda" in device)
 
 
 def _target(name: str, export: str | None, run: str | None, packages: Iterable[str], gpu: bool) -> Record:

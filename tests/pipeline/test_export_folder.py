@@ -12,6 +12,7 @@ import onnxruntime
 import pytest
 import torch
 
+from tests.helpers.whole_runs import RecordedProgress
 from vitcompress import cli
 from vitcompress.cli.output import tables
 from vitcompress.errors import ArtifactError, InputError
@@ -132,6 +133,20 @@ def test_invalid_exports_are_rejected(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ArtifactError):
         export_folder(tmp_path)
     assert not list(folder.glob("*.onnx"))
+
+
+@pytest.mark.parametrize("name", ["state", "state/x", "failed", "tensorboard"])
+def test_a_file_in_a_folder_of_the_run_itself_is_rejected(folder: Path, name: str) -> None:
+    """A run removes these folders, and its manifest recorded the sidecar of the file alone."""
+    with pytest.raises(InputError, match=f"is in {name.partition('/')[0]}, which belongs to the run"):
+        export_folder(folder, out=folder / name / "m.onnx")
+
+
+def test_a_note_states_that_a_file_in_a_subfolder_is_in_no_manifest(folder: Path, tmp_path: Path) -> None:
+    for out, noted in ((folder / "deploy" / "m.onnx", True), (folder / "m.onnx", False), (tmp_path / "m.onnx", False)):
+        progress = RecordedProgress()
+        write_file(folder, out=out, progress=progress)
+        assert any("is in a subfolder of the run" in note for note in progress.notes) is noted
 
 
 def test_a_run_that_is_not_finished_is_not_exported(folder: Path) -> None:

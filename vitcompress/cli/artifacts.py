@@ -104,8 +104,7 @@ def export(
     if failed := [check["detail"] for check in done.build.get("truth", ()) if check["verdict"] == "failed"]:
         return report_failure(f"{file} was not built as requested: {failed[0]}")
     if outcome.verdict == "not_run" and require_verified:
-        hint = outcome.command and f"run on the target: {outcome.command}"
-        return report_failure(f"{file} could not be verified here: {outcome.reason}", hint)
+        return report_failure(f"{file} could not be verified here: {outcome.reason}")
     return 0
 
 

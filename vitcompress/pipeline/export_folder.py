@@ -52,7 +52,6 @@ def export_folder(
     files, options = RunFolder(folder), options or ExportOptions()
     exporter = available_exporter(name, hint="`vitcompress doctor` lists what this machine can export")
     exporter.check(options)
-    source = _source(folder, dense)
     targets = "".join(f"-sm{target}" for target in options.sm)
     labels = (options.label, f"-{options.precision}-{'uint8' if options.uint8 else 'float32'}{targets}")
     paths = [files.exported("dense" if dense else "model", f"{label}{exporter.suffix}") for label in labels]
@@ -61,7 +60,9 @@ def export_folder(
     if other := _describe_other(path, options):
         message = f"{path} is a file of another precision or input, or for other GPUs ({other})"
         raise InputError(message, hint="give another --out, or remove the file")
-    model, onnx = load_model(source.path), files.exported("model", ".onnx")
+    if folder.resolve() in path.parent.resolve().parents:
+        progress.note(f"{path} is in a subfolder of the run: its manifest, report and `verify` do not include it")
+    model, onnx = load_model(_source(folder, dense).path), files.exported("model", ".onnx")
     read = files.report, files.verification, files.recorded_outputs, files.unfolded, sidecar_path(onnx)
     check_unchanged(folder, *read)
     read_record(files.verification, Verification)  # checks of the file are added to it
@@ -90,8 +91,11 @@ def _source(folder: Path, dense: bool) -> RunFolder:
 
 
 def check_name(exporter: Exporter, folder: Path, out: Path, *, dense: bool) -> None:
-    """Raise InputError for the name of a file of another model or format."""
-    if out.name.startswith(DENSE) is not dense and out.parent.resolve() == folder.resolve():
+    """Raise InputError for the name of a file of another model or format, and for a folder that the run removes."""
+    files, place = RunFolder(folder.resolve()), out.parent.resolve()
+    if own := {files.state, files.failed, files.tensorboard} & {place, *place.parents}:
+        raise InputError(f"{out} is in {own.pop().name}, which belongs to the run", hint="give another --out")
+    if out.name.startswith(DENSE) is not dense and place == files.path:
         message = f"{out} has the name of a file of the {'compressed' if dense else 'dense'} model"
         hint = f"give another --out; names of files of the dense model, and of no others, begin with {DENSE!r}"
         raise InputError(message, hint=hint)
@@ -119,10 +123,6 @@ class ExportOutcome:
     def reason(self) -> str:
         """The first check with the verdict of the file."""
         return next((f"{c.name}: {c.detail}" for c in self.checks if c.verdict == self.verdict), "")
-
-    @property
-    def command(self) -> str | None:
-        return next((check.command for check in self.checks if check.command), None)
 
     def to_dict(self) -> dict[str, Any]:
         checks = [check.to_dict() for check in self.checks]
@@ -165,9 +165,8 @@ def verify_export(
 
 def _copy_command(folder: Path, exported: Exported) -> str:
     """Copies a file and its companions into the run folder, and verifies it there, on the target."""
-    path, source = exported.path, source_path(exported.path)
-    files = [*map(path.with_name, exported.files), sidecar_path(path)]
-    files += [source, sidecar_path(source)] if source.is_file() else []
+    name, own = exported.path.name, exported.files
+    files = sorted(p for p in exported.path.parent.iterdir() if p.name in own or p.name.startswith(f"{name}."))
     return f"{shlex.join(['cp', *map(str, files), str(folder)])} && vitcompress verify {shlex.quote(str(folder))}"
 
 
