@@ -11,7 +11,7 @@ import torch
 from timm.data import resolve_data_config
 
 from vitcompress.bench.report import records
-from vitcompress.bench.report.measurements import SETTINGS, find_speed, read_benchmarks
+from vitcompress.bench.report.measurements import SETTINGS, find_speed, match_rows, read_benchmarks
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, open_runner
 from vitcompress.exporters.sidecar import read_classes
@@ -81,7 +81,7 @@ def run(artifacts: Sequence[str], options: EvaluateOptions | None = None, progre
     """Accuracy of files, run folders and `timm:NAME`s on one test set; later ones are compared with the first.
 
     Raises ArtifactError or DeviceError if an artifact cannot run, or has another number of classes than the data,
-    DataError for images that are missing or unusable, and InputError if no data is named, and no run folder records it.
+    DataError for images that are missing or unusable, and InputError without data, and for a `bench` of other files.
     """
     options = options or EvaluateOptions()
     extra = read_benchmarks(options.bench) if options.bench else []
@@ -93,6 +93,9 @@ def run(artifacts: Sequence[str], options: EvaluateOptions | None = None, progre
         progress.note(describe_skipped(skipped))
     with ExitStack() as stack:
         runners = [_open(artifact, classes, options, stack) for artifact in artifacts]  # all, before any work
+        if extra and not match_rows(extra, {runner.describe()["sha256"]: [runner.name] for runner, _ in runners}):
+            message = f"{options.bench} has no measurement of the present {', '.join(artifacts)}"
+            raise InputError(message, hint="`vitcompress bench ARTIFACT... --json` measures them")
         pairs = zip(runners, benches, strict=True)
         results = [_evaluate(*opened, known, images, options, progress) for opened, known in pairs]
     (first, reference), digest = results[0], images_digest(classes, images)

@@ -163,6 +163,16 @@ def test_rows_hold_the_speed_of_the_same_bytes_run_in_the_same_way(tmp_path: Pat
         assert accuracy.run(artifacts, options)["rows"][0]["speed"] is None
 
 
+def test_a_benchmark_of_other_files_is_rejected(tmp_path: Path) -> None:
+    """The speed that is shown would be another one, of the run folder."""
+    run, other = (folder(tmp_path / name, seed=seed) for seed, name in enumerate(("run", "other")))
+    write_json(tmp_path / "b.json", suite.run((other,), suite.BenchOptions("paper", 2, 1, 3)).to_dict())
+    options = accuracy.EvaluateOptions(data="digits", batch=540, bench=tmp_path / "b.json")
+    with pytest.raises(InputError, match=r"b\.json has no measurement of the present .*run"):
+        accuracy.run([str(run)], options)
+    assert accuracy.run([str(run), str(other)], options)["rows"][1]["speed"] is not None
+
+
 def test_a_file_of_that_name_outside_a_run_is_not_read(tmp_path: Path) -> None:
     run = folder(tmp_path / "run", seed=1)
     model = load_model(run)
