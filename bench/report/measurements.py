@@ -98,9 +98,10 @@ def pairs(entries: Iterable[records.BenchRecord]) -> Iterator[Pair]:
 def list_warnings(entries: Iterable[records.BenchRecord]) -> list[str]:
     """Warnings and notes of several measurements, each once with the runtimes that it applies to."""
     lines = (
-        (shorten_names(line, [row["artifact"] for row in entry["rows"]]), entry["rows"][0]["runtime"])
+        (shorten_names(line, [row["artifact"] for row in entry["rows"]]), row["runtime"])
         for entry in entries
         for line in (*entry["warnings"], *entry["notes"])
+        for row in [row for row in entry["rows"] if line.startswith(f"{row['artifact']}, ")] or entry["rows"]
     )
     return [f"- note ({names}): {line}" for line, names in join_names(lines).items()]
 

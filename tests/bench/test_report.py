@@ -220,6 +220,12 @@ def test_remarks_appear_once_with_their_runtimes_and_short_names() -> None:
     ]
 
 
+def test_a_remark_on_one_artifact_has_the_runtime_of_that_artifact() -> None:
+    rows = [{"artifact": "dense.onnx", "runtime": "onnxruntime"}, {"artifact": "run", "runtime": "torch"}]
+    entry: Any = {"rows": rows, "warnings": ["run, batch 1: noisy"], "notes": ["device: cpu"]}
+    assert list_warnings([entry]) == ["- note (torch): run, batch 1: noisy", "- note (onnxruntime, torch): device: cpu"]
+
+
 def test_removed_layers_are_in_natural_order() -> None:
     removed = {f"blocks.{number}.attn": "double" for number in (10, 11, 9)}
     page = run.markdown({"recipe": "x", "cost": COST, "plan": {**PLAN, "removed": removed}})
