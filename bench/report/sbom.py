@@ -6,9 +6,10 @@ from pathlib import Path
 from vitcompress.bench.report.records import Report
 from vitcompress.errors import MissingExtraError
 from vitcompress.exporters.doctor import LIBRARIES, PACKAGES
+from vitcompress.exporters.runtimes import exported_files
 from vitcompress.io.files import file_sha256
 from vitcompress.io.hardware import package_versions
-from vitcompress.io.run_folder import EXPORTS, RunFolder
+from vitcompress.io.run_folder import RunFolder
 
 try:
     from cyclonedx.model import HashAlgorithm, HashType, Property
@@ -31,7 +32,9 @@ def build_sbom(folder: Path, report: Report) -> str:
     kind, model = ComponentType.MACHINE_LEARNING_MODEL, report["recipe"]
     bom, components = Bom(), list[Component]()
     bom.metadata.component = Component(type=kind, name=model, bom_ref="model", properties=properties)
-    for path in sorted({files.plan, files.weights, *chain.from_iterable(map(folder.glob, EXPORTS))}):
+    starts = tuple(f"{path.stem}." for model in ("model", "dense") for path in exported_files(folder, model))
+    exports = (path for path in folder.iterdir() if path.name.startswith(starts))
+    for path in sorted({files.plan, files.weights, files.standard, *exports}):
         if path.is_file():
             sha256 = HashType(alg=HashAlgorithm.SHA_256, content=file_sha256(path))
             components.append(Component(type=ComponentType.FILE, name=path.name, bom_ref=path.name, hashes=[sha256]))

@@ -16,6 +16,9 @@ from vitcompress.io.files import file_sha256
 def test_the_bill_of_materials(small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begin(tmp_path / "home", monkeypatch)
     folder = copy_run(small_run)
+    sidecar = (folder / "model.onnx.json").read_text()  # of `export --out run/phone.onnx`
+    (folder / "phone.onnx.json").write_text(sidecar.replace("model.onnx", "phone.onnx"))
+    (folder / "phone.onnx").write_bytes((folder / "model.onnx").read_bytes())
     result = CliRunner().invoke(cli.main, ["report", "run", "--json", "--sbom"])
     assert result.exit_code == 0, result.output
     text = Path("sbom.cdx.json").read_text()
@@ -30,6 +33,7 @@ def test_the_bill_of_materials(small_run: Path, tmp_path: Path, monkeypatch: pyt
     assert properties["vitcompress:plan_sha256"] == report["plan_sha256"]
     hashes = {c["name"]: c["hashes"][0]["content"] for c in data["components"] if c["type"] == "file"}
     assert {"model.safetensors", "plan.json", "model.onnx", "dense.onnx"} <= hashes.keys()
+    assert {"phone.onnx", "phone.onnx.json"} <= hashes.keys()
     assert all(file_sha256(folder / name) == sha256 for name, sha256 in hashes.items())
     purls = [c["purl"] for c in data["components"] if c["type"] == "library"]
     assert f"pkg:pypi/vitcompress@{__version__}" in purls or __version__ == "0+checkout"
