@@ -106,7 +106,7 @@ def targets() -> Iterator[Record]:
         yield _target(f"onnxruntime {name}", NO_FORMAT, problem, provider.packages, on_gpu)
     for device, present in _devices().items():
         reason = hardware.cuda_reason() or ("" if torch.version.cuda else "; built without CUDA, see pytorch.org")
-        missing = f"torch finds no {f'NVIDIA GPU here{reason}' if device == 'cuda' else f'{device} here'}"
+        missing = f"torch finds no NVIDIA GPU here{reason}" if device == "cuda" else f"torch finds no {device} here"
         if present or device == "cuda" or sys.platform == "darwin":
             problem = torch_problem(device) if present else missing
             yield _target(f"torch {device}", NO_FORMAT, problem, ("torch",), "cuda" in device)
