@@ -27,6 +27,7 @@ from vitcompress.methods.upvit.target import Target, standard_blocks
 from vitcompress.models.checkpoint import load_model, save_model
 from vitcompress.models.create import create_model, plan_of
 from vitcompress.models.standard import standard_model
+from vitcompress.models.weights import open_weights
 from vitcompress.pipeline.api import prune
 from vitcompress.plan import Plan
 from vitcompress.verify.slice import slice_check
@@ -166,6 +167,18 @@ def test_the_standard_model_is_checked_in_its_own_type(dtype: torch.dtype, tmp_p
     checks = {check.name: check for check in vc.verify(tmp_path / "saved").checks}
     assert checks["standard"].verdict == "passed" and "failed" not in {check.verdict for check in checks.values()}
     assert {tensor.dtype for tensor in load_file(tmp_path / "saved/standard.safetensors").values()} == {dtype}
+
+
+def test_equal_models_are_equal_files(tmp_path: Path) -> None:
+    """safetensors orders several entries of metadata at random, so that equal runs had different hashes."""
+    dense, narrow = model(depth=4), upvit.Options(target_args=SMALL)
+    small = prune(dense, upvit.structure(dense, family_of(dense), plan_of(dense), narrow))
+    for number in range(8):
+        save_model(small, tmp_path / str(number))
+    files = [tmp_path / str(number) / "standard.safetensors" for number in range(8)]
+    assert len({file.read_bytes() for file in files}) == 1
+    opened = open_weights(files[0])
+    assert (opened.stated["model"], opened.stated["num_heads"]) == (small.plan.standard["arch"], 1)
 
 
 @pytest.mark.parametrize("create", [vc.create_model, timm.create_model])

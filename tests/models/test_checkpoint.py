@@ -22,7 +22,6 @@ from contracts import (
     sites_of,
     without_act,
 )
-from safetensors import safe_open
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -381,14 +380,3 @@ def test_tensors_that_share_storage_are_written_apart(tmp_path: Path) -> None:
     loaded = load_tensors(tmp_path / "t.safetensors")
     assert torch.equal(loaded["b"], base[2:])
     assert torch.equal(loaded["c"], base.reshape(2, 3).T)
-
-
-def test_equal_tensors_and_metadata_are_equal_files(tmp_path: Path) -> None:
-    """safetensors orders several entries of metadata by chance."""
-    about = {"arch": "vit", "args": '{"größe": "\\u0001\\""}', "third": '\x01\x7f/\n"'}
-    for number in range(8):
-        save_tensors(tmp_path / str(number), {"b": torch.ones(3), "a": torch.zeros(2, 2)}, about)
-    assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 1
-    with safe_open(tmp_path / "0", "pt") as file:
-        assert file.metadata() == about and sorted(file.keys()) == ["a", "b"]
-        assert torch.equal(file.get_tensor("b"), torch.ones(3))

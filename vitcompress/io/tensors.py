@@ -1,7 +1,6 @@
 """Tensors by name: safetensors, and PyTorch checkpoints read without executing pickled code."""
 
 import argparse
-import json
 import pickle
 import struct
 from collections.abc import Iterable, Mapping
@@ -33,24 +32,14 @@ ACCEPTED = "a checkpoint (.safetensors, .pth, .pt, .pth.tar, .bin), a Hugging Fa
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write safetensors; tensors that share storage are copied first."""
+    """Write safetensors; tensors that share storage are copied first. The library orders several metadata at random."""
     plain: dict[str, Tensor] = {}
     stored: set[int] = set()
     for name, tensor in tensors.items():
         own = tensor.detach().cpu().contiguous()
         plain[name] = own.clone() if own.untyped_storage().data_ptr() in stored else own
         stored.add(own.untyped_storage().data_ptr())
-
-    def fill(beside: Path) -> None:
-        save_file(plain, beside, metadata=dict(metadata or {}))
-        with beside.open("r+b") as file:  # the library orders metadata by chance
-            size = int.from_bytes(file.read(8), "little")
-            header = {**json.loads(file.read(size)), "__metadata__": dict(metadata or {})}
-            text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-            file.seek(8)
-            file.write(text.ljust(size) if len(text) <= size else b"")  # a longer one would overwrite tensors
-
-    write_file(path, fill)
+    write_file(path, lambda beside: save_file(plain, beside, metadata=dict(metadata or {})))
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:

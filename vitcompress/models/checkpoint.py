@@ -25,9 +25,8 @@ def write_model(folder: Path, model: nn.Module, plan: Plan) -> None:
     """Write plan and weights, which `load_model` loads, and where the plan names one, the standard model."""
     files = RunFolder(folder)
     if plan.standard:  # for `timm.create_model(arch, checkpoint_path=..., **args)`
-        standard = standard_model(model, plan)
-        metadata = {"arch": plan.standard["arch"], "args": json.dumps(plan.standard["args"])}
-        save_tensors(files.standard, standard.state_dict(), metadata)
+        metadata = {"args": json.dumps({"arch": plan.standard["arch"], **plan.standard["args"]})}
+        save_tensors(files.standard, standard_model(model, plan).state_dict(), metadata)
     save_tensors(files.weights, model.state_dict(), {"plan": plan.digest})
     write_text(files.plan, plan.to_json())
 
