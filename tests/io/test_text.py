@@ -61,6 +61,7 @@ def test_almost_all_is_not_shown_as_all() -> None:
     shares = (0.0, 1 / 50_000, 0.0004, 0.5, 0.9994, 49_999 / 50_000, 1.0)
     texts = ["0.0 %", "0.002 %", "0.04 %", "50.0 %", "99.9 %", "99.998 %", "100.0 %"]
     assert list(map(format_percent, shares)) == texts
+    assert [format_percent(share) for share in (1.5, -0.1, float("nan"))] == ["150.0 %", "-10.0 %", "nan %"], "damaged"
 
 
 def test_numbers_of_one_row_have_one_unit() -> None:

@@ -41,7 +41,7 @@ def format_count(number: float, like: float = 0) -> str:
 
 def format_percent(share: float) -> str:
     """`97.0 %`; with more digits where 0.0 or 100.0 would not be exact."""
-    digits = next(n for n in range(1, 20) if share in (0, 1) or 0 < round(share, n + 2) < 1)
+    digits = next((n for n in range(1, 20) if 0 < round(share, n + 2) < 1), 1)
     return f"{100 * share:.{digits}f} %"
 
 
