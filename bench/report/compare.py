@@ -75,13 +75,14 @@ def dense_models(runs: Mapping[str, Report]) -> dict[str, list[tuple[str, Report
 def _dense_cells(report: Report, model: Literal["dense", "control"], largest: Mapping[str, int]) -> Cells:
     """A dense model, or the control, which has its architecture. Counts have the unit of the `largest`."""
     counts = {name: format_count(report["cost"]["dense"][key], largest[name]) for name, key in COUNTS.items()}
-    return {"accuracy": format_accuracy(_accuracy(report, model), NOT_MEASURED), **counts, "speed-up (95 %)": "1x"}
+    accuracy = format_accuracy(_accuracy(report, model), NOT_MEASURED)
+    return {"accuracy": accuracy, **counts, "speed-up (95 %)": "1x", "measured in": _speed(report)[0]}
 
 
 def _compressed_cells(report: Report, largest: Mapping[str, int]) -> Cells:
-    speed, verify = _speed(report), report.get("verify")
-    cells = {"accuracy": format_accuracy(_accuracy(report), NOT_MEASURED), "measured in": speed[0] if speed else ""}
-    cells["speed-up (95 %)"] = format_speedup(speed[1]) if speed else NOT_MEASURED
+    (setting, ratio), verify = _speed(report), report.get("verify")
+    cells = {"accuracy": format_accuracy(_accuracy(report), NOT_MEASURED), "measured in": setting}
+    cells["speed-up (95 %)"] = format_speedup(ratio) if ratio else NOT_MEASURED
     cells["checks"] = count_verdicts(verify) if verify else "not run"
     for name, key in COUNTS.items():
         dense, compressed = report["cost"]["dense"][key], report["cost"]["compressed"][key]
@@ -93,17 +94,17 @@ def _accuracy(report: Report, model: Literal["dense", "compressed", "control"] =
     return (report.get("accuracy") or {}).get(model)
 
 
-def _speed(report: Report) -> tuple[str, RatioRecord] | None:
+def _speed(report: Report) -> tuple[str, RatioRecord | None]:
     """Setting and speed of the compressed over the dense model; with an interval and undisturbed if any."""
     speeds = [(describe_setting(a), ratio) for a, _, ratio in pairs(report.get("bench") or ())]
-    return next((speed for speed in speeds if speed[1]["ci95"][1] is not None), speeds[0] if speeds else None)
+    return next((speed for speed in speeds if speed[1]["ci95"][1] is not None), speeds[0] if speeds else ("", None))
 
 
 def _gap(report: Report) -> str:
     """Why a run is not in the plot; empty if it is."""
     accuracy = "" if _accuracy(report) else "its accuracy is not known"
     hint = "`vitcompress bench DIR/dense.onnx DIR/model.onnx` measures it, or give --bench FILE"
-    speed = "" if _speed(report) else f"its speed was not measured together with that of its dense model ({hint})"
+    speed = "" if _speed(report)[1] else f"its speed was not measured together with that of its dense model ({hint})"
     return "; ".join(filter(None, (accuracy, speed)))
 
 
@@ -115,7 +116,7 @@ def points(runs: Mapping[str, Report]) -> Iterator[Point]:
             yield Point(dense, "", None, accuracy)
         for name, report in members:
             speed, own = _speed(report), _accuracy(report)
-            if speed and own:
+            if speed[1] and own:
                 yield Point(f"{names[name]}{f' ({dense})' if len(groups) > 1 else ''}", *speed, own)
 
 

@@ -159,9 +159,7 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
 
 
 def _ineffective(sets: Sequence[str], recipe: Recipe) -> Iterator[str]:
-    """Assignments to options that a recipe holds for another choice, such as `collection` beside published layers, and
-    `KEY=` of unknown keys.
-    """
+    """Assignments to options of another choice, such as `collection` beside published layers, and `WRONG_KEY=`."""
     for assignment in sets:
         table, *path = _path(assignment.partition("=")[0])
         place, names = cast(Any, recipe), [table, *path]
