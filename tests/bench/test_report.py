@@ -330,7 +330,8 @@ def test_the_plot_names_each_run_and_the_batch_size(
     labels = [text.get_text().replace("\n", "") for text in legend.get_texts()]
     assert labels == ["dense", "a/run", "b/run", r"\$x_1\$", "long_" * 12, "long_" * 30]
     assert legend.get_window_extent().x0 >= 0 and legend.get_window_extent().x1 <= figure.bbox.x1
-    assert figure.axes[0].get_xlabel() == "times as fast as its dense model (onnxruntime cpu fp32, threads 2, batch 2)"
+    setting = f"onnxruntime cpu fp32, threads {measured[1]['bench'][0]['rows'][0]['threads']}, batch 2"
+    assert figure.axes[0].get_xlabel() == f"times as fast as its dense model ({setting})"
 
 
 def test_the_plot_of_runs_with_several_batch_sizes_states_that_of_each(
@@ -351,7 +352,8 @@ def test_the_plot_of_runs_with_several_batch_sizes_states_that_of_each(
     assert label.get_window_extent().x0 >= 0 and label.get_window_extent().x1 <= figure.bbox.x1
     assert label.get_text() == "times as fast as its dense model"
     names = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert names == ["dense", *(f"run{batch}, onnxruntime cpu fp32, threads 2, batch {batch}" for batch in (2, 8, 256))]
+    setting = f"onnxruntime cpu fp32, threads {entry['rows'][0]['threads']}, batch"
+    assert names == ["dense", *(f"run{batch}, {setting} {batch}" for batch in (2, 8, 256))]
 
 
 def test_the_summary_has_one_speed_of_each_setting(measured: tuple[Path, dict[str, Any]]) -> None:
