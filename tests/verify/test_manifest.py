@@ -272,6 +272,20 @@ def test_an_export_that_is_killed_can_be_repeated(run: Path, stop: str, parts: i
     assert sorted([*(read_manifest(run) or {})["files"], "manifest.json"]) == complete
 
 
+@pytest.mark.slow
+def test_an_export_removes_only_what_is_left_of_the_same_file(run: Path, tmp_path: Path) -> None:
+    """Others may be written at this moment: by a run that is not finished, or by another program in another folder."""
+    other = tmp_path / "elsewhere"
+    for folder, name in ((run, ".model.onnx.1.part"), (run, ".dense.onnx.1.part"), (other, ".model.onnx.1.part")):
+        (folder / name).mkdir(parents=True)
+    assert command("export", other)[0] == 2 and command("export", run)[0] == 0
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob(".*.part") if path.is_dir())
+    assert left == ["elsewhere/.model.onnx.1.part", "run/.dense.onnx.1.part"]
+    (run / "report.json").unlink()
+    (run / ".model.onnx.2.part").mkdir()
+    assert command("export", run)[0] == 2 and (run / ".model.onnx.2.part").is_dir()
+
+
 def test_verify_passes_again_after_it_replaced_its_own_verdict(run: Path) -> None:
     (run / "verify.json").write_text("{}")
     assert [command("verify", run)[0] for _ in range(2)] == [1, 0]

@@ -1,6 +1,7 @@
 """Verify, export, measure, evaluate and show what runs wrote; and what this machine can do."""
 
 from contextlib import nullcontext, suppress
+from glob import escape
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -88,9 +89,9 @@ def export(
             best, candidates = choose_fastest(folder, format, settings, out=out, dense=dense, progress=progress)
             format, settings = best.format, options_for(settings, best)
         with lock_file(RunFolder(folder).plan, lambda: progress.note("waiting for another export of this folder")):
-            for unfinished in filter(Path.is_dir, folder.glob(UNFINISHED)):  # of an export that was killed
-                rmtree(unfinished)
             done = export_folder(folder, format or "onnx", options=settings, out=out, dense=dense, progress=progress)
+            for left in filter(Path.is_dir, done.path.parent.glob(f".{escape(done.path.name)}{UNFINISHED[1:]}")):
+                rmtree(left)  # by an export of this file that was killed
             with record_changes(folder):
                 outcome = verify_export(folder, done, progress, dense=dense)
             refresh_reports([folder], progress)

@@ -18,7 +18,7 @@ from vitcompress.io.run_folder import RunFolder
 from vitcompress.pipeline import dense, finalize, prune, report
 from vitcompress.pipeline.calibration import train_quantized
 from vitcompress.pipeline.export import export_models
-from vitcompress.pipeline.folder import check_folder, dense_folder, open_folder, remove_unfinished
+from vitcompress.pipeline.folder import check_folder, claim_run, dense_folder, open_folder, remove_unfinished
 from vitcompress.pipeline.job import Job, RunOptions, apply_options
 from vitcompress.pipeline.preflight import check_formats, prepare
 from vitcompress.recipe.load import load_recipe
@@ -98,7 +98,8 @@ def _complete_manifest(folder: Path, recipe: Recipe, progress: Progress) -> None
     with record_changes(folder):  # adds the files of a process that was killed
         if RunFolder(folder).manifest.is_file() or not read_report(folder).get("manifest"):
             return
-    remove_unfinished(folder)
+    with claim_run(folder):
+        remove_unfinished(folder)
     progress.stage("Verify")
     if not verify_folder(folder, dense=dense_folder(recipe, folder), progress=progress, adopt=True).passed:
         hint = f"`vitcompress verify {folder}` lists the checks"
