@@ -94,8 +94,7 @@ def run(artifacts: Sequence[str], options: EvaluateOptions | None = None, progre
     with ExitStack() as stack:
         runners = [_open(artifact, classes, options, stack) for artifact in artifacts]  # all, before any work
         if extra and not match_rows(extra, {runner.describe()["sha256"]: [runner.name] for runner, _ in runners}):
-            message = f"{options.bench} has no measurement of the present {', '.join(artifacts)}"
-            raise InputError(message, hint="`vitcompress bench ARTIFACT... --json` measures them")
+            raise InputError(f"{options.bench} measures none of these artifacts", hint="use `vitcompress bench --json`")
         pairs = zip(runners, benches, strict=True)
         results = [_evaluate(*opened, known, images, options, progress) for opened, known in pairs]
     (first, reference), digest = results[0], images_digest(classes, images)

@@ -11,8 +11,8 @@ from typing import Any
 import onnxruntime
 import pytest
 import torch
+from whole_runs import RecordedProgress
 
-from tests.helpers.whole_runs import RecordedProgress
 from vitcompress import cli
 from vitcompress.cli.output import tables
 from vitcompress.errors import ArtifactError, InputError
