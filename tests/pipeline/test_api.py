@@ -881,9 +881,11 @@ def test_a_wrapped_model_is_evaluated_and_counted_but_not_changed_or_saved(wrap:
     wrapped, plan = wrap(model()), vc.plan(model(), "fixed", activation=[0])
     assert vc.evaluate(wrapped, batches()) == vc.evaluate(model(), batches())
     assert vc.count_cost(wrapped) == vc.count_cost(model())
+    assert vc.finetune(model(seed=1), batches(), teacher=wrapped, epochs=1).history
     for call in (
         lambda: vc.plan(wrapped, "magnitude"),
         lambda: vc.prune(wrapped, plan),
+        lambda: vc.finetune(wrapped, batches(), epochs=1),  # names with a prefix would get weight decay
         lambda: vc.fold(wrapped),
         lambda: vc.save_model(wrapped, tmp_path / "out"),
         lambda: vc.export(wrapped, tmp_path / "out.onnx"),

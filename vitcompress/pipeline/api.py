@@ -26,7 +26,7 @@ from vitcompress.exporters.base import Exporter
 from vitcompress.exporters.options import ExportOptions, Positive
 from vitcompress.exporters.runner import RunnerOptions
 from vitcompress.exporters.runtimes import EXPORTERS, available_exporter
-from vitcompress.families.lookup import copy_model, prepare_model
+from vitcompress.families.lookup import copy_model, prepare_model, reject_wrapper
 from vitcompress.io.checks import Verification
 from vitcompress.io.files import convert_write_errors, read_record, user_path, write_json
 from vitcompress.io.progress import SILENT, Progress
@@ -201,7 +201,8 @@ def finetune(  # noqa: PLR0913 (each argument is public and has a default)
         >>> len(vc.finetune(model, batches, epochs=2).history)
         2
     """
-    for one in filter(None, (model, teacher)):
+    reject_wrapper(model)
+    for one in (model,) if teacher is None else (model, teacher):  # a compiled one has no truth value
         create.check_weights(one, one_type=True)
     default = {} if teacher is None else {"distillation": "soft"}
     settings = options_of(TrainOptions, {**default, **options}, "training")
@@ -349,8 +350,7 @@ def evaluate(
         runner = stack.enter_context(closing(open_artifact(model, options)))
         source = open_source(data, runtime, model, once=True)
         if isinstance(source, BatchLoader):
-            changed = {"batch_size": batch_size != 256, "workers": workers != 0}
-            source.reject(*(name for name, is_changed in changed.items() if is_changed))
+            source.reject(*["batch_size"] * (batch_size != 256), *["workers"] * bool(workers))
             return evaluate_loader(runner.predict, source, runtime)
         if runner.input is None:
             raise InputError(f"{model} does not state its preprocessing", hint="pass batches of normalized images")
