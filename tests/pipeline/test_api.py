@@ -464,6 +464,16 @@ def test_files_do_not_depend_on_autocast_of_the_caller(options: dict[str, Any], 
     assert outputs[0] == outputs[1]
 
 
+def test_checks_do_not_depend_on_autocast_of_the_caller(tmp_path: Path) -> None:
+    network = model(embed_dim=32, num_heads=4)
+    vc.save_model(network, tmp_path / "out")
+    vc.export(network, tmp_path / "out" / "model.onnx", precision="int8", data=batches())
+    expected = vc.verify(tmp_path / "out")
+    with torch.autocast("cpu", torch.bfloat16):
+        verification = vc.verify(tmp_path / "out")
+    assert [check.value for check in verification.checks] == [check.value for check in expected.checks]
+
+
 def test_weights_of_inference_mode(tmp_path: Path) -> None:
     with torch.inference_mode():
         created = timm.create_model("vit_tiny_patch16_224", num_classes=4, **ARGS)

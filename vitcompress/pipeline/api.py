@@ -308,10 +308,9 @@ def export(
         original = Original(model, random_images(source, create.input_config(model), CALIBRATION_IMAGES, seed))
         calibration = Calibration(model, settings, RunFolder.of(path), source, seed, progress)
     with torch.autocast("cpu", enabled=False):  # files compute in `precision`, also where another one is enabled
-        exported = write_export(
+        return write_export(
             exporter, original, path, options=settings, classes=class_names, progress=progress, calibration=calibration
-        )
-    return exported.path
+        ).path
 
 
 def verify(folder: str | Path, *, progress: Progress | None = None) -> Verification:
@@ -320,7 +319,8 @@ def verify(folder: str | Path, *, progress: Progress | None = None) -> Verificat
     Raises:
         ArtifactError, PlanError, WeightsError: there is no model in the folder, or a file of it is damaged.
     """
-    return verify_folder(user_path(folder), progress=progress or SILENT)
+    with torch.autocast("cpu", enabled=False):  # as in `export`
+        return verify_folder(user_path(folder), progress=progress or SILENT)
 
 
 def evaluate(
