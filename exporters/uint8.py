@@ -68,7 +68,7 @@ class ByteInput(nn.Module):
     def __init__(self, model: nn.Module, scale: int, input: InputConfig | None = None) -> None:
         super().__init__()
         self.model, self.scale, self.normalizes = model, scale, input is not None
-        mean, std = (torch.tensor(values)[:, None, None] for values in ((input.mean, input.std) if input else ((), ())))
+        mean, std = _statistics(input).float() if input else torch.empty(2, 0, 1, 1, dtype=torch.float32)
         self.register_buffer("factor", 1 / (LARGEST * std), persistent=False)
         self.register_buffer("offset", mean / std, persistent=False)
 

@@ -192,7 +192,7 @@ def _trace(model: nn.Module, options: ExportOptions, opset: int, about: ModelInf
         channels, height, width = about["input"].size
         module = build_deployed(model, about["input"], options.precision, options.islands, uint8=options.uint8)
         module.requires_grad_(False)  # otherwise a mask computed from parameters changes the layout of the outputs
-        example = torch.zeros(TRACED_BATCH, channels, height, width)
+        example = torch.zeros(TRACED_BATCH, channels, height, width, dtype=torch.float32)
         if options.uint8:
             example = torch.zeros(TRACED_BATCH, height, width, channels, dtype=torch.uint8)
         program = traces[key] = _run_exporter(module, example, opset)

@@ -464,6 +464,21 @@ def test_files_do_not_depend_on_autocast_of_the_caller(options: dict[str, Any], 
     assert outputs[0] == outputs[1]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("uint8", [False, True])
+def test_files_do_not_depend_on_the_default_type_of_the_caller(dtype: torch.dtype, uint8: bool, tmp_path: Path) -> None:
+    network = model(in_chans=3)
+    expected = vc.export(network, tmp_path / "expected.onnx", uint8=uint8)
+    vc.save_model(network, tmp_path / "out")
+    torch.set_default_dtype(dtype)
+    try:
+        file = vc.export(network, tmp_path / "out" / "model.onnx", uint8=uint8)
+        assert vc.verify(tmp_path / "out").passed
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert file.read_bytes() == expected.read_bytes()
+
+
 def test_checks_do_not_depend_on_autocast_of_the_caller(tmp_path: Path) -> None:
     network = model(embed_dim=32, num_heads=4)
     vc.save_model(network, tmp_path / "out")

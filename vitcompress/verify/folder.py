@@ -248,7 +248,7 @@ def _read_recorded(files: RunFolder, model: nn.Module) -> dict[str, Tensor]:
 def noise_images(model: nn.Module, plan: Plan) -> Tensor:
     """Images of noise in the input size of `model`, always the same: (count, channels, height, width)."""
     shape = min(image_count(plan), FEW_IMAGES), *input_config(model).size
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
 
 
 def image_count(plan: Plan) -> int:
