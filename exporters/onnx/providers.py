@@ -181,16 +181,13 @@ def attach(provider: Provider, options: Any, settings: ProviderSettings) -> list
 
 def check_settings(provider: Provider, options: RunnerOptions) -> None:
     """Raise DeviceError or InputError for settings that the provider does not support."""
-    if options.cuda_graph and provider.device != "cuda":
-        message = f"{provider.name} has no CUDA kernels, so CUDA graphs are not supported with it"
-        raise DeviceError(message, hint="omit --cuda-graph, or use --device cuda")
+    if options.cuda_graph and not provider.graph_number:
+        reason = "supports only one CUDA graph per session" if provider.device == "cuda" else "has no CUDA kernels"
+        hint = "omit --cuda-graph, or use it with --provider cuda or with an engine (vitcompress export DIR --format trt)"
+        raise DeviceError(f"{provider.name} {reason}, so CUDA graphs are not supported with it", hint=hint)
     if options.cuda_graph and options.transfers:
         message = "ONNX Runtime replays a CUDA graph on images that stay on the GPU: it cannot be timed with transfers"
         raise InputError(message, hint="omit --cuda-graph or --transfers")
-    if options.cuda_graph and not provider.graph_number:
-        message = f"{provider.name} supports only one CUDA graph per session, so CUDA graphs are not supported with it"
-        hint = "omit --cuda-graph, or measure an engine with it: vitcompress export DIR --format trt"
-        raise InputError(message, hint=hint)
     if options.engine_cache is not None and not provider.builds:
         raise InputError(f"{provider.name} builds nothing that could be cached", hint="omit --engine-cache")
 

@@ -71,7 +71,14 @@ def apply_options(recipe: Recipe, options: RunOptions, data: Splits | None = Non
     data: images from Python. Raises InputError if the weights must be trained and the recipe does not tell how, for a
     control without training, and for options of another type or out of range.
     """
-    _check_options(recipe, options)
+    options_of(RunOptions, vars(options), "this run")
+    if options.control and options.structure_only:
+        raise InputError("--control trains a model, --structure-only trains nothing", hint="leave one of them out")
+    if options.expect is not None and options.structure_only:
+        raise InputError("--expect needs an accuracy, --structure-only measures none", hint="leave one of them out")
+    if options.weights == "train" and recipe.dense is None:
+        message = "--weights train needs a [dense] table with training options, and the recipe has none"
+        raise InputError(message, hint="use a checkpoint, hub or random")
     weights, class_names = options.weights or recipe.model.weights, options.classes or recipe.model.class_names
     if weights == "train" and options.structure_only and not options.weights:
         weights = "random"
@@ -87,17 +94,6 @@ def apply_options(recipe: Recipe, options: RunOptions, data: Splits | None = Non
         export=replace(recipe.export, formats=options.export) if options.export else recipe.export,
         run=replace(recipe.run, device=options.device) if options.device else recipe.run,
     )
-
-
-def _check_options(recipe: Recipe, options: RunOptions) -> None:
-    options_of(RunOptions, vars(options), "this run")
-    if options.control and options.structure_only:
-        raise InputError("--control trains a model, --structure-only trains nothing", hint="leave one of them out")
-    if options.expect is not None and options.structure_only:
-        raise InputError("--expect needs an accuracy, --structure-only measures none", hint="leave one of them out")
-    if options.weights == "train" and recipe.dense is None:
-        message = "--weights train needs a [dense] table with training options, and the recipe has none"
-        raise InputError(message, hint="use a checkpoint, hub or random")
 
 
 def _data_table(recipe: Recipe, options: RunOptions, data: Splits | None) -> DataOptions:

@@ -80,7 +80,12 @@ def run_study(study: Study, options: StudyOptions, progress: Progress = SILENT) 
     others are done, and the same call continues.
     """
     runs, folder = options.runs(study), options.folder(study)
-    _check_folder(folder, study, runs)
+    other = (read_record(folder / MARK, dict[str, str]) or {}).get("study")
+    if other != study.name and folder.is_dir() and any(folder.iterdir()):
+        what = f"contains the study {other!r}, not {study.name!r}"
+        raise OutputError(f"{folder} {what if other else 'is not empty and not the folder of a study'}", hint=ELSEWHERE)
+    for run in runs:
+        check_folder(run.folder, run.recipe, structure_only=False, fresh=False)
     remaining = [run for run in runs if not run.is_done]
     for run in remaining:
         check_named(run.recipe.data)
@@ -126,16 +131,6 @@ def dry_run_study(
         rows.append({"row": name, "title": run.row.title, **epochs, **sizes})
     progress.update("rows checked", len(first_seeds), len(first_seeds))
     return StudyDryRun(study.name, str(options.folder(study)), len(runs), rows, list(missing), list(notes))
-
-
-def _check_folder(folder: Path, study: Study, runs: Sequence[Run]) -> None:
-    """Raise OutputError if `folder` contains anything but these runs of this study, or cannot be written."""
-    other = (read_record(folder / MARK, dict[str, str]) or {}).get("study")
-    if other != study.name and folder.is_dir() and any(folder.iterdir()):
-        what = f"contains the study {other!r}, not {study.name!r}"
-        raise OutputError(f"{folder} {what if other else 'is not empty and not the folder of a study'}", hint=ELSEWHERE)
-    for run in runs:
-        check_folder(run.folder, run.recipe, structure_only=False, fresh=False)
 
 
 Outcome = tuple[Run, float, str | None, str]  # a run, its seconds, and the error message and traceback of a failure
