@@ -68,6 +68,15 @@ def test_wrong_arguments_are_reported_and_nothing_is_written(
         ("options.hetdpt.prunned_layers=2", "options.hetdpt.prunned_layers   unknown key, did you mean pruned_layers?"),
         ("options.nose.zz=2", "options.nose.zz   unknown key, known: "),
         ("options.random.atention=2", "row random_2: step.0.atention   unknown key, did you mean attention?"),
+        ("options.nose.pruned_layers=1", "has no effect: no selected row has a step of the method nose"),
+        ("options.random.pruned_layers=1", "has no effect: no selected row has a step of the method random"),
+        ("options.random.atention=", "=   has no effect: atention is not set, did you mean attention?"),
+        ("options.randm.attention=", "=   has no effect: randm is not set, did you mean random?"),
+        ("base.finetune.lrr=", "--set base.finetune.lrr=   has no effect: lrr is not set, did you mean lr?"),
+        ("base.finetun.lr=", "--set base.finetun.lr=   has no effect: finetun is not set, did you mean finetune?"),
+        ("row.1.step.0.atention=", "has no effect: atention is not set"),
+        ("speed.batches=", "--set speed.batches=   has no effect: batches is not set, did you mean batch?"),
+        ("epoch=", "--set epoch=   has no effect: epoch is not set, did you mean epochs?"),
     ],
 )
 def test_a_change_without_effect_is_rejected(tiny: Path, tmp_path: Path, change: str, words: str) -> None:
@@ -75,9 +84,21 @@ def test_a_change_without_effect_is_rejected(tiny: Path, tmp_path: Path, change:
     path.write_text(f'like = "{tiny}"\nepochs = 7\n{TINY[TINY.index("[[row]]") :]}')
     error = error_of(str(path), "--dry-run", "--set", change)
     assert words in error and "(1 problem)" in error
-    if change.startswith("options.random"):
+    if change == "options.random.atention=2":
         words = "options.random.atention   unknown key, did you mean attention?"
         assert words in error_of(str(path), "--dry-run", "--set", change, "--rows", "control")
+
+
+def test_the_default_of_a_key_and_an_option_of_a_selected_row_are_accepted(tiny: Path) -> None:
+    _, row = load_study(str(tiny), ["base.dense.lr=", "speed.batch= ", "options.random.attention="]).rows
+    assert row.recipe.dense is not None and row.recipe.dense.lr != 2e-3
+    assert row.recipe.steps[0].options.attention is None
+    _, row = load_study(str(tiny), ["options.random.attention=2", "row.1.step.0.pruned_layers=1"]).rows
+    assert row.recipe.steps[0].options.attention == 2
+    with pytest.raises(
+        RecipeError, match="has no effect: no selected row has a step of the method random that takes it"
+    ):
+        load_study(str(tiny), ["options.random.attention=2"], ["control"])
 
 
 @pytest.mark.parametrize(

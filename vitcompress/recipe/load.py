@@ -161,7 +161,7 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
 def _ineffective(sets: Sequence[str], recipe: Recipe) -> Iterator[str]:
     """Assignments to options of another choice, such as `collection` beside published layers, and `WRONG_KEY=`."""
     for assignment in sets:
-        table, *path = _path(assignment.partition("=")[0])
+        table, *path = key_path(assignment)
         place, names = cast(Any, recipe), [table, *path]
         unused = getattr(getattr(recipe, table, None), "unused", {})
         if path and isinstance(path[0], int):
@@ -177,15 +177,16 @@ def _ineffective(sets: Sequence[str], recipe: Recipe) -> Iterator[str]:
             place = getattr(place, name, None)
 
 
-def _path(key: str) -> list[Any]:
-    """`step[0].lr` and `step.0.lr` as ["step", 0, "lr"]."""
-    return [int(part) if part.isdecimal() and len(part) < 9 else part for part in re.findall(r"[^.\[\]\s]+", key)]
+def key_path(assignment: str) -> list[Any]:
+    """`step[0].lr=1` and `step.0.lr=1` as ["step", 0, "lr"]."""
+    parts = re.findall(r"[^.\[\]\s]+", assignment.partition("=")[0])
+    return [int(part) if part.isdecimal() and len(part) < 9 else part for part in parts]
 
 
-def assign(data: dict[str, object], assignment: str) -> str | None:
-    """Apply one `table.key=value`, in TOML syntax, to `data` in place. Returns the problem, if there is one."""
-    key, equals, text = assignment.partition("=")
-    path, shown = _path(key), f"{assignment:.80}"
+def assign(data: dict[str, object], assignment: str, *, strict: bool = False) -> str | None:
+    """Apply one `table.key=value` (TOML) to `data` in place. Returns the problem; `strict`: also of an unset `key=`."""
+    _, equals, text = assignment.partition("=")
+    path, shown = key_path(assignment), f"{assignment:.80}"
     if not equals or not path or isinstance(path[0], int) or len(path) > DEEPEST:
         return f"--set {shown}   expected table.key=value, as in finetune.epochs=10 or step.0.pruned_layers=4"
     try:
@@ -203,7 +204,8 @@ def assign(data: dict[str, object], assignment: str) -> str | None:
         elif not isinstance(target, dict) or isinstance(part, int):
             return f"--set {shown}   there is no such place in the recipe"
         elif value is REMOVED and part not in target:
-            return None
+            unset = f"{part} is not set{did_you_mean(part, target)}"
+            return f"--set {shown}   has no effect: {unset}" if strict else None
         if last and value is REMOVED:
             del target[part]
         elif last:

@@ -13,7 +13,7 @@ from vitcompress.exporters.options import Positive
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.validation import STRICT, Doc, Matching, validate, validate_options
 from vitcompress.methods.options import find_options
-from vitcompress.recipe.load import assign, build_recipe, read_table
+from vitcompress.recipe.load import assign, build_recipe, key_path, read_table
 from vitcompress.recipe.schema import ProtocolTable, Recipe
 
 Name = Annotated[str, Matching(r"^[a-z][a-z0-9_]*$")]
@@ -105,7 +105,7 @@ def load_study(source: str, sets: Sequence[str] = (), rows: Sequence[str] = ()) 
         if isinstance(shared, dict) and isinstance(own, dict):
             data[key] = {**shared, **own}
     label = f"of the study {source}"
-    problems = [problem for text in sets if (problem := assign(data, text))]
+    problems = [problem for text in sets if (problem := assign(data, text, strict=True))]
     if data.get("like") != like:
         keys = ", ".join(key for key in _Tables.model_fields if key != "like")
         problems.append(f"like   is only read from the file, --set changes {keys}")
@@ -113,7 +113,7 @@ def load_study(source: str, sets: Sequence[str] = (), rows: Sequence[str] = ()) 
     if tables is None:
         raise RecipeError(label, problems)
     selected, wrong = _select(tables.row, rows), defaultdict[str, list[str]](list)
-    problems += _contradictions(tables, selected)
+    problems += _contradictions(tables, selected, sets)
     built = [row for table in selected if (row := _build_row(name, tables, table, wrong)) is not None]
     if not (problems or wrong):  # as this imports torch
         built = [_divide_epochs(row, tables.epochs, wrong) for row in built]
@@ -162,8 +162,8 @@ def _build_row(study: str, tables: _Tables, row: RowTable, wrong: dict[str, list
     return Row(**vars(row), recipe=recipe)
 
 
-def _contradictions(tables: _Tables, selected: Sequence[RowTable]) -> Iterator[str]:
-    """Mistakes that involve several tables, and those in [options] of methods that no selected row has."""
+def _contradictions(tables: _Tables, selected: Sequence[RowTable], sets: Sequence[str]) -> Iterator[str]:
+    """Mistakes that involve several tables, and [options] that are wrong or `set`, and that no selected row uses."""
     curves = {row.curve for row in tables.row}
     for key in ("name", "title"):  # tables and pictures name a row by its title
         counts = Counter(getattr(row, key) for row in tables.row)
@@ -177,14 +177,19 @@ def _contradictions(tables: _Tables, selected: Sequence[RowTable]) -> Iterator[s
     yield from (f"{place}   follows from the study's total: set epochs instead" for place in places)
     other = (row.name for row in tables.row if any(s.strip().startswith(("model", "data", "dense")) for s in row.set))
     yield from (f"row {name}.set   changes model, data or dense, which all rows share: set base" for name in other)
-    used = {step.get("method") for row in selected for step in row.step}  # whose options are checked in their steps
     for method, options in tables.options.items():
+        steps = [step for row in selected for step in row.step if step.get("method") == method]
         problems = list[str]()
         try:
-            if method not in used:
+            if not steps:  # otherwise the options are checked in these steps
                 validate_options(find_options(method), options, f"options.{method}.", problems)
         except InputError as error:
             problems.append(f"options.{method}   {error.message}")
+        for text in () if problems else sets:
+            match key_path(text):
+                case ["options", name, *keys] if name == method and all({*keys[:1]} & {*step} for step in steps):
+                    reason = f"no selected row has a step of the method {method} that takes it"
+                    problems.append(f"--set {text}   has no effect: {reason}")
         yield from problems
 
 
