@@ -455,7 +455,9 @@ def test_a_speed_up_is_shown_with_its_interval() -> None:
     slow = {"median": 0.9962, "ci95": [0.9941, 0.9983], "verdict": "slower"}
     assert describe_speedup(slow) == "0.996x (95 % interval 0.994 to 0.998): slower", "1.00 is not slower"
     fast = {"median": 1.01, "ci95": [1.00004, 1.02], "verdict": "faster"}
-    assert describe_speedup(fast) == "1.01000x (95 % interval 1.00004 to 1.02000): faster"
+    assert describe_speedup(fast) == "1.010x (95 % interval >1.000 to 1.020): faster"
+    just = {"median": 0.99999, "ci95": [0.9, 0.999999], "verdict": "slower"}
+    assert describe_speedup(just) == "<1.000x (95 % interval 0.900 to <1.000): slower"
 
 
 def test_a_small_loss_is_neither_none_nor_above_its_limit() -> None:

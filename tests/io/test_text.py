@@ -46,6 +46,10 @@ def test_significant_digits() -> None:
     assert format_speedup({**ratio, "ci95": [1.5, 12.345]}) == "183.7x (1.50 to 12.3)"
     slow = {"a": "x", "b": "y", "median": 0.00432, "ci95": [0.00421, 0.0999]}
     assert format_speedup(slow) == "0.0043x (0.0042 to 0.1)", "0.00 is no ratio"
+    below = {"a": "x", "b": "y", "median": 1.5, "ci95": [1.39996, 1.6]}
+    assert describe_ratio(below, 1.4) == "y is 1.500 times as fast as x (95 % interval <1.400 to 1.600)"
+    table = Table("", ("file", "speed-up"), [("a", ">1.000x"), ("b", "1.5x")])
+    assert "| --- | ---: |" in table.markdown()
     assert describe_ratio(slow) == "y is 0.00432 times as fast as x (95 % interval 0.00421 to 0.0999)"
 
 

@@ -76,28 +76,32 @@ def format_milliseconds(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" if value >= 1 else f"{value:.3g}"
 
 
-def format_ratio(ratio: float, digits: int = 2) -> str:
-    """1.48, 183.7, 0.0043"""
-    return f"{ratio:,.1f}" if ratio >= 10 else f"{ratio:.{digits}{'f' if ratio >= 0.1 else 'g'}}"
+def format_ratio(ratio: float, digits: int = 2, limit: float = 1) -> str:
+    """1.48, 183.7, 0.0043; in 3 digits also `<1.000` and `>1.000`, of ratios that would be equal to the `limit`."""
+    text = f"{ratio:,.1f}" if ratio >= 10 else f"{ratio:.{digits}{'f' if ratio >= 0.1 else 'g'}}"
+    equal = digits < 3 or ratio == limit or float(text.replace(",", "")) != limit
+    return text if equal else f"{'<' if ratio < limit else '>'}{text}"
 
 
-def format_interval(ends: Sequence[float | None], digits: int = 2, title: str = "95 % interval ") -> str:
+def format_interval(
+    ends: Sequence[float | None], digits: int = 2, title: str = "95 % interval ", limit: float = 1
+) -> str:
     """The 95 % interval of a ratio of `bench.timing`; without both ends there is none."""
     low, high = ends
     if low is None or high is None:
         return "no interval"  # of fewer than 6 rounds
-    return f"{title}{format_ratio(low, digits)} to {format_ratio(high, digits)}"
+    return f"{title}{format_ratio(low, digits, limit)} to {format_ratio(high, digits, limit)}"
 
 
 def format_speedup(ratio: Mapping[str, Any], title: str = "") -> str:
-    """`1.51x (1.45 to 1.56)`, or `1.51x (no interval)`; with more digits where an end near 1 would be 1.00."""
-    digits = next(n for n in range(2, 20) if all(end in (None, 1.0) or round(end, n) != 1 for end in ratio["ci95"]))
+    """`1.51x (1.45 to 1.56)`, or `1.51x (no interval)`; with 3 digits where an end near 1 would be 1.00."""
+    digits = 3 if any(end not in (None, 1.0) and round(end, 2) == 1 for end in ratio["ci95"]) else 2
     return f"{format_ratio(ratio['median'], digits)}x ({format_interval(ratio['ci95'], digits, title)})"
 
 
-def describe_ratio(ratio: Mapping[str, Any]) -> str:
-    """`model.onnx is 1.507 times as fast as dense.onnx (95 % interval 1.451 to 1.563)`"""
-    figures = format_ratio(ratio["median"], 3), format_interval(ratio["ci95"], 3)
+def describe_ratio(ratio: Mapping[str, Any], limit: float = 1) -> str:
+    """`model.onnx is 1.507 times as fast as dense.onnx (95 % interval 1.451 to 1.563)`; limit: see `format_ratio`"""
+    figures = format_ratio(ratio["median"], 3, limit), format_interval(ratio["ci95"], 3, limit=limit)
     return f"{ratio['b']} is {figures[0]} times as fast as {ratio['a']} ({figures[1]})"
 
 
@@ -161,7 +165,7 @@ class Table:
     def _is_numeric(self, column: int) -> bool:
         """Whether a column is right-aligned: numbers are; words, hashes and the first column are not."""
         cells = [row[column] for row in self.rows if row[column] not in ("", NOT_MEASURED, NONE)]
-        return column > 0 and self.columns[column] != "sha256" and all(re.match(r"[+-]?\d", cell) for cell in cells)
+        return column > 0 and self.columns[column] != "sha256" and all(re.match(r"[+<>-]?\d", cell) for cell in cells)
 
 
 SHOWN = 3  # differences in a message
