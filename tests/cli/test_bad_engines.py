@@ -173,7 +173,10 @@ def test_tensorrt_without_a_gpu() -> None:
         (("--sm", "90"), "--format trt"),
         (("--sm", "ampere"), "expected compute capabilities"),
         (("--precision", "fp8"), "fp8"),
-        (("--precision", "fp17"), "precision   got 'fp17', expected one of fp32, tf32"),
+        (
+            ("--precision", "fp17"),
+            "'fp17' is not one of 'fp32', 'tf32', 'fp16', 'bf16', 'int8', 'int8+bf16', 'fp8', 'fastest'",
+        ),
         (("--workspace", "9999999G"), "workspace   got 10737417166258176, expected 1125899906842624 or less"),
         (("--opset", "-1"), "opset   got -1, expected 1 or more"),
         (("--sm", "0"), "sm.0   got 0, expected 1 or more"),

@@ -128,17 +128,18 @@ def flag(names: str, help: str, **about: Any) -> Decorator:
     return option(names, help, is_flag=True, **about)
 
 
-def precision_option(default: str, *names: str) -> Decorator:
+def precision_option(default: str, *names: str, parse: Callable[[str], str] = parse_name) -> Decorator:
     """--precision, one of `names`, which shells complete."""
     help = f"{', '.join(names)} (default: {default})."
-    return option("--precision", help, parse_name, "PRECISION", shell_complete=complete_names(lambda: names))
+    return option("--precision", help, parse, "PRECISION", shell_complete=complete_names(lambda: names))
 
 
+PRECISIONS = ["fp32", "tf32", "fp16", "bf16", "int8", "int8+bf16", "fp8", "fastest"]
 METHODS = ["minmax", "percentile", "entropy", "mse"]
 GPUS = ["none", "ampere+", "same"]
 # Each option is a field of ExportOptions.
 export_options = add_options(
-    precision_option("fp32", "fp32", "tf32", "fp16", "bf16", "int8", "int8+bf16", "fp8", "fastest"),
+    precision_option("fp32", *PRECISIONS, parse=lambda value: click.Choice(PRECISIONS)(parse_name(value))),
     option("--opset", "ONNX operator set (default: chosen and recorded with the reason).", int),
     option("--batch", "Batch sizes of an engine (trt).", parse_batch_range, "MIN:OPT:MAX"),
     option("--sm", "Compute capabilities, as in 80,89 (trt).", parse_capabilities, "LIST"),
