@@ -305,6 +305,32 @@ def test_other_names_of_formats_and_precisions(monkeypatch: pytest.MonkeyPatch) 
     assert "gpu:nine" in invoke("recipe", "digits_hetdpt", "--dry-run").output
 
 
+@pytest.mark.parametrize(
+    ("command", "option", "parts", "value"),
+    [
+        ("export", "sm", ("89,9.0", "120"), (89, 90, 120)),
+        ("export", "islands", ("norm", "head, ffn"), ("norm", "head", "ffn")),
+        ("bench", "batch", ("1,8", "64"), (1, 8, 64)),
+        ("recipe", "export", ("onnx", "ov"), ("onnx", "openvino")),
+        ("study", "rows", ("a", "b"), ("a", "b")),
+    ],
+)
+def test_a_list_may_have_several_parts(
+    command: str, option: str, parts: tuple[str, str], value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the last part had an effect."""
+
+    def read(*words: str) -> object:
+        prefix = f"VITCOMPRESS_{command.upper()}"
+        return cli.main.commands[command].make_context(command, ["x", *words], auto_envvar_prefix=prefix).params[option]
+
+    assert read() is None
+    assert read(*(word for part in parts for word in (f"--{option}", part))) == value
+    assert read(f"--{option}", ",".join(parts)) == value
+    monkeypatch.setenv(f"VITCOMPRESS_{command.upper()}_{option.upper()}", " ".join(parts))
+    assert read() == value
+
+
 def test_every_option_has_an_environment_variable_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VITCOMPRESS_RECIPE_SET", "finetune.epochs=-7 run.seed=3")
     recipe = cli.main.commands["recipe"].make_context("recipe", ["x"], auto_envvar_prefix="VITCOMPRESS_RECIPE")

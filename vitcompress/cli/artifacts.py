@@ -143,7 +143,7 @@ def sign(artifact: Path, key: Any) -> int:
     default="robust",
     show_default=True,
 )
-@opt.option("--batch", "Images per run; several: 1,8,64,256.", opt.parse_batches, "N,N,...")
+@opt.option("--batch", "Images per run; several: 1,8,64,256.", opt.parse_batches, "N,N,...", **opt.PARTS)
 @opt.option("--warmup", "Runs before the measurement (default: the protocol's).", click.IntRange(0, opt.MOST))
 @opt.option("--runs", "Timed runs per artifact (robust: at least).", click.IntRange(1, opt.MOST))
 @opt.option(

@@ -128,6 +128,10 @@ def flag(names: str, help: str, **about: Any) -> Decorator:
     return option(names, help, is_flag=True, **about)
 
 
+# For lists: `--sm 89 --sm 120` is `--sm 89,120`.
+PARTS: Any = {"multiple": True, "callback": lambda ctx, param, parts: sum(parts, ()) or None}
+
+
 def precision_option(default: str, *names: str, parse: Callable[[str], str] = parse_name) -> Decorator:
     """--precision, one of `names`, which shells complete."""
     help = f"{', '.join(names)} (default: {default})."
@@ -142,12 +146,13 @@ export_options = add_options(
     precision_option("fp32", *PRECISIONS, parse=lambda value: click.Choice(PRECISIONS)(parse_name(value))),
     option("--opset", "ONNX operator set (default: chosen and recorded with the reason).", int),
     option("--batch", "Batch sizes of an engine (trt).", parse_batch_range, "MIN:OPT:MAX"),
-    option("--sm", "Compute capabilities, as in 80,89 (trt).", parse_capabilities, "LIST"),
+    option("--sm", "Compute capabilities, as in 80,89 (trt).", parse_capabilities, "LIST", **PARTS),
     option(
         "--islands",
         "Layers to keep in fp32: norm, softmax, head, ffn, module paths, or auto to search for a minimal set.",
         parse_words,
         "NAMES",
+        **PARTS,
     ),
     option("--weight-bits", "7 or 8, of weights in int8 (default: 8 for a GPU, otherwise 7).", click.IntRange(7, 8)),
     option("--calibration", "Training images that int8 and fp8 use (default: 256).", click.IntRange(1)),

@@ -17,7 +17,7 @@ from vitcompress.io.run_folder import RunFolder
 @click.command()
 @click.argument("source", metavar="NAME|FILE", shell_complete=opt.complete_names(shipped.names))
 @opt.option("--out -o", "Run folder (default: runs/NAME).", opt.FOLDER)
-@opt.option("--export", "Formats: onnx, openvino, trt, trt-rtx, or several: onnx,trt.", opt.parse_formats, "FORMATS")
+@opt.option("--export", "onnx, openvino, trt, trt-rtx; several: onnx,trt.", opt.parse_formats, "FORMATS", **opt.PARTS)
 @opt.option("--data", "Folder of images (PATH/train/CLASS, PATH/val/CLASS).", metavar="PATH")
 @opt.option(
     "--weights",
@@ -194,7 +194,7 @@ def schema() -> int:
 @opt.option("--out -o", "Folder (default: runs/study-NAME).", opt.FOLDER)
 @opt.option("--seeds", "Number of seeds per row: 0, 1, ...", click.IntRange(1, 1000), default=3, show_default=True)
 @opt.option("--jobs", "Number of runs at a time.", click.IntRange(1, 1000), default=1, show_default=True)
-@opt.option("--rows", "Only these rows, as in hetdpt_5,random_5.", opt.parse_words, "NAMES")
+@opt.option("--rows", "Only these rows, as in hetdpt_5,random_5.", opt.parse_words, "NAMES", **opt.PARTS)
 @opt.set_option
 @opt.option(
     "--speed",
