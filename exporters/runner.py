@@ -61,7 +61,7 @@ DESCRIPTION: dict[str, object] = {
 # Setting -> the only runtime that has it, and the artifacts that run there.
 OWNED_SETTINGS = {
     **dict.fromkeys(("compile", "sdpa"), ("torch", "run folders and timm models")),
-    "provider": ("ONNX Runtime", "ONNX files"),
+    **dict.fromkeys(("provider", "engine_cache"), ("ONNX Runtime", "ONNX files")),
 }
 
 

@@ -131,6 +131,8 @@ def test_nothing_is_measured_when_one_cannot_be_opened(folder: Path) -> None:
         suite.run([folder, folder / "missing.onnx"], SMALL)
     with pytest.raises(InputError, match="got only one"):
         suite.run([folder], replace(SMALL, fail_under=1.0))
+    with pytest.raises(InputError, match=r"engine_cache is a setting of ONNX Runtime, but .* runs in torch"):
+        suite.run([folder], replace(SMALL, runner=RunnerOptions(engine_cache=folder / "cache")))
     for wrong in (0.0, -1.4, float("nan"), float("inf")):
         with pytest.raises(InputError, match=r"fail_under   got .*, expected (more than 0|a finite number)"):
             options_of(BenchOptions, {"fail_under": wrong}, "bench")
