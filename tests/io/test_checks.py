@@ -81,3 +81,9 @@ def test_an_update_replaces_only_the_selected_checks(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "verify.json").read_text())["passed"] is False
     update_verification(tmp_path, Verification((Check("f", "not_run"),)), lambda name: True)
     assert json.loads((tmp_path / "verify.json").read_text())["passed"] is False
+
+
+def test_a_relative_folder_is_not_named_in_its_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    check = Check("onnx", "not_run", command=f"vitcompress export {tmp_path / 'run'} --format onnx")
+    assert check.to_dict(Path("run"))["command"] == "vitcompress export DIR --format onnx"

@@ -32,10 +32,10 @@ class Check:
     applies: bool = True
 
     def to_dict(self, folder: Path | None = None) -> dict[str, object]:
-        """folder: an absolute one is called DIR in the texts, as in files that leave this machine."""
+        """folder: its absolute path is called DIR in the texts, as in files that leave this machine."""
         data = {**asdict(self), "passed": self.verdict == "passed"}
-        if folder is not None and folder.is_absolute():
-            for name in (shlex.quote(str(folder)), str(folder)):
+        if folder is not None:
+            for name in (shlex.quote(str(folder.absolute())), str(folder.absolute())):
                 data |= {key: data[key] and data[key].replace(name, "DIR") for key in ("detail", "command")}
         for key in ("value", "tolerance"):
             if data[key] is not None and not math.isfinite(data[key]):  # JSON has no NaN and no infinity

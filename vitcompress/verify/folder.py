@@ -114,7 +114,7 @@ def _missing_exports(files: RunFolder) -> Iterator[Check]:
         if not (files.path / name).is_file():
             yield Check(f"export.{name}", "failed", detail=reason)
     if not exported_files(files.path, "model"):
-        command = f"vitcompress export {shlex.quote(str(files.path))} --format onnx"
+        command = f"vitcompress export {shlex.quote(str(files.path.absolute()))} --format onnx"
         yield Check("onnx", "not_run", detail="no file was exported", command=command)
 
 

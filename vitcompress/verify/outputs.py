@@ -214,7 +214,7 @@ class Original:
 
     def not_run(self, name: str, path: Path, detail: str) -> Check:
         """The check `name` of the file `path`, which needs another machine or package."""
-        command = self.command or f"vitcompress verify {shlex.quote(str(path.parent))}"
+        command = self.command or f"vitcompress verify {shlex.quote(str(path.parent.absolute()))}"
         return Check(name, "not_run", detail=detail, command=command)
 
 
