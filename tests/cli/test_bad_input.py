@@ -46,6 +46,7 @@ def test_an_unknown_recipe_names_the_nearest() -> None:
         ("recipe digits_hetdpt --weights nowhere.pth", "nowhere.pth does not exist"),
         ("recipe digits_hetdpt --data nowhere", "nowhere does not exist"),
         ("recipes keys hetdp", "did you mean hetdpt?"),
+        ("recipes keys finetune", "recipes keys fold --all"),
         ("study nowhere.toml", "nowhere.toml cannot be read"),
         ("study show digit", "nearest: digits"),
         ("study digits digits", "got two studies"),

@@ -84,7 +84,7 @@ def _source(folder: Path, dense: bool) -> RunFolder:
     files = RunFolder(dense_folder_of_run(folder) if dense else folder)
     if dense and not files.plan.is_file():
         message = f"the dense model of {folder} is missing: there is no {files.plan}"
-        raise ArtifactError(message, hint=f"copy {files.path} from the machine of the run, or omit --dense")
+        raise ArtifactError(message, hint=f"copy {files.path.name} of the run to {files.path.parent}, or omit --dense")
     if (run := RunFolder(folder)).recipe.is_file() and not run.report.is_file():
         raise ArtifactError(f"the run in {folder} is not finished", hint="repeat its command, which continues it")
     return files

@@ -103,7 +103,7 @@ def _options(source: str) -> type[Any] | None:
     matches = [start] if start in OPTIONS else [name for name in OPTIONS if name.startswith(start)]
     if len(matches) == 1 or source in plugin_names("methods"):
         return find_options(matches[0] if len(matches) == 1 else source)
-    hint = "methods: {names}; `vitcompress recipes` lists the recipes"
+    hint = "methods: {names}; `vitcompress recipes` lists the recipes, `recipes keys fold --all` the keys of all tables"
     return find_by_name(source, OPTIONS, "methods", "recipe and no method called", names, hint)
 
 
@@ -119,8 +119,7 @@ def _keys(prefix: str, table: type[Any], values: Any = None) -> Iterator[Key]:
         texts = [part.description for part in parts_of(hint) if isinstance(part, FieldInfo) and part.description]
         required = field.default is MISSING and field.default_factory is MISSING
         default = field.default if field.default_factory is MISSING else field.default_factory()
-        about = texts[-1] if texts else ""
-        yield Key(name, describe_type(hint), None if required else default, about, value, required)
+        yield Key(name, describe_type(hint), None if required else default, texts[-1] if texts else "", value, required)
 
 
 def _table_in(hint: Any) -> type[Any] | None:

@@ -175,7 +175,7 @@ def _part(options: DataOptions, *, train: bool = False) -> Path:
         if (root / name).is_dir():
             return root / name
     deep = (root.parent / names[0]).is_dir()
-    other = f"expected PATH/{names[0]}/<class>/<image>; data.{'train' if train else 'test'}_split is another folder"
+    other = f"expected PATH/{names[0]}/<class>/<image>; data.{'train' if train else 'test'}_split (evaluate: --split)"
     hint = f"use its parent {root.parent}" if deep else other
     raise DataError(f"data folder {root} has no folder {' or '.join(names)}", hint=hint)
 
