@@ -82,7 +82,7 @@ class Bench:
 
     def failure(self) -> str | None:
         """A line for each ratio below `fail_under`; None if none is."""
-        lines = [f"batch {ratio['batch']}: {describe_ratio(ratio, self.fail_under or 0)}" for ratio in self.too_slow]
+        lines = [f"batch {ratio['batch']}: {describe_ratio(ratio)}" for ratio in self.too_slow]
         text = "\n".join([*lines, f"the limit of --fail-under is {self.fail_under or 0:g}"])
         return shorten_names(text, [row["artifact"] for row in self.rows]) if lines else None
 

@@ -119,8 +119,8 @@ def speed_rows(entries: Iterable[records.BenchRecord]) -> Iterator[tuple[str, ..
         where = describe_setting(dense, threads=several)
         times = [row["latency_ms"]["p50"] for row in (dense, compressed)]
         rates = [row["images_per_second"] for row in (dense, compressed)]
-        yield f"latency, median ({where})", *(f"{text.format_milliseconds(t)} ms" for t in times), ""
-        yield f"throughput ({where})", *(f"{text.format_rate(rate)} images/s" for rate in rates), ""
+        yield f"latency, median ({where})", *(f"{text.format_number(t, 4)} ms" for t in times), ""
+        yield f"throughput ({where})", *(f"{text.format_number(rate)} images/s" for rate in rates), ""
         # The speed-up is a median over pairs of blocks, not the ratio of the figures above, and so has its own row.
         yield f"speed-up ({where})", "", "", describe_speedup(ratio)
 
@@ -141,10 +141,10 @@ def bench_table(entries: Sequence[records.BenchRecord]) -> Table:
         "precision": _format_precision,
         "threads": lambda row: "" if row["threads"] is None else row["threads"],
         "protocol": "{protocol}",
-        "images/s": lambda row: text.format_rate(row["images_per_second"]),
-        "p50 ms": lambda row: text.format_milliseconds(row["latency_ms"]["p50"]),
-        "p90 ms": lambda row: "" if (p90 := row["latency_ms"]["p90"]) is None else text.format_milliseconds(p90),
-        "max ms": lambda row: text.format_milliseconds(row["latency_ms"]["max"]),
+        "images/s": lambda row: text.format_number(row["images_per_second"]),
+        "p50 ms": lambda row: text.format_number(row["latency_ms"]["p50"], 4),
+        "p90 ms": lambda row: "" if (p90 := row["latency_ms"]["p90"]) is None else text.format_number(p90, 4),
+        "max ms": lambda row: text.format_number(row["latency_ms"]["max"], 4),
         "speed-up (95 %)": lambda row: text.format_speedup(row["ratio"]) if row["ratio"] else "",
     }
     if any(_format_peak(row["memory"]) for row in rows):

@@ -132,7 +132,7 @@ def format_accuracy(accuracy: records.AccuracyRecord | None, unknown: str = NONE
 
 def format_speed(speed: records.SpeedRecord | None, unknown: str) -> str:
     threads = f", threads {speed['threads']}" if speed and speed.get("threads") is not None else ""
-    return f"{text.format_rate(speed['images_per_second'])} (batch {speed['batch']}{threads})" if speed else unknown
+    return f"{text.format_number(speed['images_per_second'])} (batch {speed['batch']}{threads})" if speed else unknown
 
 
 def weight_table(weights: records.WeightsRecord) -> Table:

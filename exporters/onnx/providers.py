@@ -183,7 +183,7 @@ def check_settings(provider: Provider, options: RunnerOptions) -> None:
     """Raise DeviceError or InputError for settings that the provider does not support."""
     if options.cuda_graph and not provider.graph_number:
         reason = "supports only one CUDA graph per session" if provider.device == "cuda" else "has no CUDA kernels"
-        hint = "omit --cuda-graph, or use it with --provider cuda or with an engine (vitcompress export DIR --format trt)"
+        hint = "omit --cuda-graph, or use --provider cuda, or an engine: vitcompress export DIR --format trt"
         raise DeviceError(f"{provider.name} {reason}, so CUDA graphs are not supported with it", hint=hint)
     if options.cuda_graph and options.transfers:
         message = "ONNX Runtime replays a CUDA graph on images that stay on the GPU: it cannot be timed with transfers"

@@ -255,12 +255,6 @@ def test_a_layer_outside_the_range_of_half_precision_can_stay_in_fp32(form: str,
     assert f"use {remedy}--precision bf16" in message
 
 
-def test_options_of_the_onnx_file_of_an_engine() -> None:
-    """`--keep-onnx`, the default, had no effect on other formats."""
-    assert "No such option '--keep-onnx'" in expect_error("export", "run", "--keep-onnx")
-    assert "keep_onnx is False, but the format onnx has no such option" in expect_error("export", "run", "--no-onnx")
-
-
 @without_gpu
 @pytest.mark.parametrize("name", [name for name, provider in PROVIDERS.items() if provider.device == "cuda"])
 @pytest.mark.parametrize("command", [("bench",), ("evaluate", "--data", "digits")], ids=["bench", "evaluate"])

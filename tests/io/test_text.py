@@ -7,7 +7,6 @@ from vitcompress.io.text import (
     format_change,
     format_count,
     format_interval,
-    format_milliseconds,
     format_number,
     format_percent,
     format_range,
@@ -19,14 +18,10 @@ from vitcompress.io.text import (
 )
 
 
-def test_whole_numbers_keep_all_digits_and_others_three() -> None:
-    assert [format_number(v) for v in (951836, 1234.5, 0.22824, 1.25e-6, 0)] == [
-        "951,836",
-        "1.23e+03",
-        "0.228",
-        "1.25e-06",
-        "0",
-    ]
+def test_numbers_have_three_digits_or_all_before_the_point() -> None:
+    assert [format_number(v) for v in (951836, 1234.6, 26.64, 0.22824, 1.25e-6, 0, -1234.6)] == [
+        "951,836", "1,235", "26.6", "0.228", "1.25e-06", "0", "-1,235",
+    ]  # fmt: skip
 
 
 def test_a_range_with_equal_ends_is_one_value() -> None:
@@ -36,8 +31,8 @@ def test_a_range_with_equal_ends_is_one_value() -> None:
 
 
 def test_significant_digits() -> None:
-    assert [format_milliseconds(value) for value in (0.0061694, 0.8913, 26.644, 7240.476)] == [
-        "0.00617", "0.891", "26.64", "7,240",
+    assert [format_number(milliseconds, 4) for milliseconds in (0.0061694, 0.8913, 26.644, 7240.476)] == [
+        "0.006169", "0.8913", "26.64", "7,240",
     ]  # fmt: skip
     ratio = {"a": "x", "b": "y", "median": 183.655, "ci95": [1.5, None]}
     assert describe_ratio(ratio) == "y is 183.7 times as fast as x (no interval)"
@@ -46,8 +41,8 @@ def test_significant_digits() -> None:
     assert format_speedup({**ratio, "ci95": [1.5, 12.345]}) == "183.7x (1.50 to 12.3)"
     slow = {"a": "x", "b": "y", "median": 0.00432, "ci95": [0.00421, 0.0999]}
     assert format_speedup(slow) == "0.0043x (0.0042 to 0.1)", "0.00 is no ratio"
-    below = {"a": "x", "b": "y", "median": 1.5, "ci95": [1.39996, 1.6]}
-    assert describe_ratio(below, 1.4) == "y is 1.500 times as fast as x (95 % interval <1.400 to 1.600)"
+    near = {"a": "x", "b": "y", "median": 1.5, "ci95": [1.00004, 1.6]}
+    assert describe_ratio(near) == "y is 1.500 times as fast as x (95 % interval >1.000 to 1.600)"
     table = Table("", ("file", "speed-up"), [("a", ">1.000x"), ("b", "1.5x")])
     assert "| --- | ---: |" in table.markdown()
     assert describe_ratio(slow) == "y is 0.00432 times as fast as x (95 % interval 0.00421 to 0.0999)"

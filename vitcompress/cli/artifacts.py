@@ -83,7 +83,6 @@ def export(
         from vitcompress.pipeline.report import refresh_reports
 
         key, fastest = options.pop("sign"), options["precision"] == FASTEST
-        options["keep_onnx"] = not options.pop("no_onnx")
         stated = {name: value for name, value in options.items() if value not in (None, (), FASTEST)}
         settings, candidates = options_of(ExportOptions, stated, "export"), list[Any]()
         if fastest:

@@ -141,7 +141,7 @@ def precision_option(default: str, *names: str, parse: Callable[[str], str] = pa
 PRECISIONS = ["fp32", "tf32", "fp16", "bf16", "int8", "int8+bf16", "fp8", "fastest"]
 METHODS = ["minmax", "percentile", "entropy", "mse"]
 GPUS = ["none", "ampere+", "same"]
-# Each option is a field of ExportOptions; --no-onnx is the opposite of one.
+# Each option is a field of ExportOptions.
 export_options = add_options(
     precision_option("fp32", *PRECISIONS, parse=lambda value: click.Choice(PRECISIONS)(parse_name(value))),
     option("--opset", "ONNX operator set (default: chosen and recorded with the reason).", int),
@@ -164,7 +164,7 @@ export_options = add_options(
     option("--timing-cache", "File that caches kernel timings (trt).", PATH),
     option("--hardware-compatible", "Run on GPUs from Ampere on, or of the same capability (trt).", click.Choice(GPUS)),
     flag("--version-compatible", "Run in later versions of TensorRT, too (trt)."),
-    flag("--no-onnx", "Remove the ONNX file that an engine was built from (trt)."),
+    option("--keep-onnx/--no-onnx", "Keep the ONNX file of an engine beside it.", default=True),
 )
 # Fields of Preprocessing, as in timm.
 FILTERS = ["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]

@@ -17,7 +17,7 @@ from vitcompress.io.run_folder import RunFolder
 @click.command()
 @click.argument("source", metavar="NAME|FILE", shell_complete=opt.complete_names(shipped.names))
 @opt.option("--out -o", "Run folder (default: runs/NAME).", opt.FOLDER)
-@opt.option("--export", "onnx, openvino, trt, trt-rtx; several: onnx,trt.", opt.parse_formats, "FORMATS", **opt.PARTS)
+@opt.option("--export", "onnx, openvino, trt, trt-rtx or several: onnx,trt.", opt.parse_formats, "FORMATS", **opt.PARTS)
 @opt.option("--data", "Folder of images (PATH/train/CLASS, PATH/val/CLASS).", metavar="PATH")
 @opt.option(
     "--weights",

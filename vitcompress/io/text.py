@@ -15,9 +15,9 @@ def natural_key(text: str) -> tuple[list[int | str], str]:
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", text.lower())], text
 
 
-def format_number(value: float) -> str:
-    """0.228, 1.25e-06, 951,836: three digits; whole numbers from 1000 on in full."""
-    return f"{value:,.0f}" if abs(value) >= 1000 and float(value).is_integer() else f"{value:.3g}"
+def format_number(value: float, digits: int = 3) -> str:
+    """0.228, 1.25e-06, 26.6, 951,836: this many digits, or the integer part if it is longer."""
+    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
 def format_range(least: object, most: object) -> str:
@@ -66,31 +66,19 @@ def describe_value(value: object) -> str:
     return f"{value:.10g}" if isinstance(value, float) else str(value)
 
 
-def format_rate(per_second: float) -> str:
-    """Three digits, or the integer part if it is longer: 2.94, 1,234."""
-    return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
+def format_ratio(ratio: float, digits: int = 2) -> str:
+    """1.48, 183.7, 0.0043; in three digits also `<1.000` and `>1.000`"""
+    if digits == 3 and ratio != 1 and round(ratio, 3) == 1:
+        return f"{'<' if ratio < 1 else '>'}1.000"
+    return f"{ratio:,.1f}" if ratio >= 10 else f"{ratio:.{digits}{'f' if ratio >= 0.1 else 'g'}}"
 
 
-def format_milliseconds(value: float) -> str:
-    """Four digits, or three below 1: 0.891, 26.64, 7,240."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" if value >= 1 else f"{value:.3g}"
-
-
-def format_ratio(ratio: float, digits: int = 2, limit: float = 1) -> str:
-    """1.48, 183.7, 0.0043; in 3 digits also `<1.000` and `>1.000`, of ratios that would be equal to the `limit`."""
-    text = f"{ratio:,.1f}" if ratio >= 10 else f"{ratio:.{digits}{'f' if ratio >= 0.1 else 'g'}}"
-    equal = digits < 3 or ratio == limit or float(text.replace(",", "")) != limit
-    return text if equal else f"{'<' if ratio < limit else '>'}{text}"
-
-
-def format_interval(
-    ends: Sequence[float | None], digits: int = 2, title: str = "95 % interval ", limit: float = 1
-) -> str:
+def format_interval(ends: Sequence[float | None], digits: int = 2, title: str = "95 % interval ") -> str:
     """The 95 % interval of a ratio of `bench.timing`; without both ends there is none."""
     low, high = ends
     if low is None or high is None:
         return "no interval"  # of fewer than 6 rounds
-    return f"{title}{format_ratio(low, digits, limit)} to {format_ratio(high, digits, limit)}"
+    return f"{title}{format_ratio(low, digits)} to {format_ratio(high, digits)}"
 
 
 def format_speedup(ratio: Mapping[str, Any], title: str = "") -> str:
@@ -99,9 +87,9 @@ def format_speedup(ratio: Mapping[str, Any], title: str = "") -> str:
     return f"{format_ratio(ratio['median'], digits)}x ({format_interval(ratio['ci95'], digits, title)})"
 
 
-def describe_ratio(ratio: Mapping[str, Any], limit: float = 1) -> str:
-    """`model.onnx is 1.507 times as fast as dense.onnx (95 % interval 1.451 to 1.563)`; limit: see `format_ratio`"""
-    figures = format_ratio(ratio["median"], 3, limit), format_interval(ratio["ci95"], 3, limit=limit)
+def describe_ratio(ratio: Mapping[str, Any]) -> str:
+    """`model.onnx is 1.507 times as fast as dense.onnx (95 % interval 1.451 to 1.563)`"""
+    figures = format_ratio(ratio["median"], 3), format_interval(ratio["ci95"], 3)
     return f"{ratio['b']} is {figures[0]} times as fast as {ratio['a']} ({figures[1]})"
 
 

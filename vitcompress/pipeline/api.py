@@ -276,7 +276,7 @@ def export(
         format: `onnx`, `openvino`, `trt`, `trt-rtx`, or one of another package; needed if the suffix is ambiguous.
         data: images for the range scan of half precision, for `islands=("auto",)` and for the ranges of int8 and fp8
             (of the training data); None: random images, which int8 and fp8 reject.
-        class_names: stored in the metadata.
+        class_names: stored in the metadata; beside a saved model those that were given to `save_model`.
         options: fields of `ExportOptions`, such as `precision`, `batch`, `uint8`.
 
     Raises:
@@ -350,7 +350,8 @@ def evaluate(
         runner = stack.enter_context(closing(open_artifact(model, options)))
         source = open_source(data, runtime, model, once=True)
         if isinstance(source, BatchLoader):
-            source.reject(*["batch_size"] * (batch_size != 256), *["workers"] * bool(workers))
+            changed = {"batch_size": batch_size != 256, "workers": workers != 0}
+            source.reject(*(name for name, is_changed in changed.items() if is_changed))
             return evaluate_loader(runner.predict, source, runtime)
         if runner.input is None:
             raise InputError(f"{model} does not state its preprocessing", hint="pass batches of normalized images")
