@@ -14,6 +14,7 @@ from PIL import Image
 
 import vitcompress as vc
 from vitcompress.cli import main
+from vitcompress.families import FAMILIES
 from vitcompress.io.tensors import save_tensors
 
 EXAMPLES = Path(__file__).parents[1] / "recipes" / "examples"
@@ -39,6 +40,7 @@ def test_every_example_is_run_here() -> None:
         "compress_checkpoint.py",
         "use_as_backbone.py",
         "my_exporter.py",
+        "my_family.py",
         "my_method.py",
     }
 
@@ -73,6 +75,12 @@ def test_use_as_backbone(tmp_path: Path, run: Callable[..., str]) -> None:
     vc.save_model(vc.prune(dense, vc.plan(dense, "magnitude", keep_heads=0.5)), tmp_path / "run")
     out = run("use_as_backbone.py", tmp_path / "run")
     assert "even or odd:" in out and (tmp_path / "even_digits" / "model.onnx").is_file()
+
+
+def test_my_family(run: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """More in tests/families/test_family_of_a_package.py."""
+    monkeypatch.setitem(FAMILIES, "cait", FAMILIES["vit"])  # so that it is removed after the test
+    assert "->" in run("my_family.py")
 
 
 def test_my_method(run: Callable[..., str]) -> None:
