@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from contracts import assert_moved, assert_same, logits, sites_of
+from contracts import assert_moved, assert_same, kept_channels, logits, masks, sites_of, spaces_of
 from torch import nn
 
 import vitcompress as vc
-from vitcompress.families import FAMILIES
+from vitcompress.families import FAMILIES, family_of
+from vitcompress.surgery import apply_to_copy
+from vitcompress.surgery.masks import mask_channels
 
 EXAMPLE = Path(__file__).parents[2] / "recipes" / "examples" / "my_family.py"
 ARCH = "cait_xxs24_224"
@@ -33,6 +35,20 @@ def model(create: Callable[..., nn.Module] = vc.create_model, **changes: Any) ->
     return created
 
 
+@pytest.mark.parametrize("whole_heads", [False, True])
+def test_masked_equals_sliced(whole_heads: bool) -> None:
+    """Also the layers that mix the heads of an attention: they read and write one value per head."""
+    dense = model()
+    kept = kept_channels(dense, {"qk", "v", "mlp", "residual"}, whole_heads=whole_heads)
+    heads = {space.attention: 2 for space in spaces_of(dense).values() if whole_heads and space.attention}
+    with mask_channels(dense, family_of(dense), masks(dense, kept)):
+        masked = logits(dense, X)
+    assert_moved(masked, logits(dense, X))
+    small = apply_to_copy(dense, dense.plan.delta(kept=kept, heads=heads))
+    assert_same(logits(small, X), masked)
+    assert small.blocks[0].attn.proj_w.weight.shape == ((2, 2) if whole_heads else (4, 4))
+
+
 def test_attentions_and_activations_are_removed_and_folded(tmp_path: Path) -> None:
     dense = model()
     sites = [site.name for kind in ("attention", "activation") for site in sites_of(dense, kind)]
@@ -43,3 +59,11 @@ def test_attentions_and_activations_are_removed_and_folded(tmp_path: Path) -> No
     assert_same(logits(folded, X), logits(small, X))
     vc.save_model(folded, tmp_path / "run")
     assert_same(logits(vc.load_model(tmp_path / "run"), X), logits(folded, X))
+
+
+def test_sero_prunes_heads_with_parameters_of_their_own() -> None:
+    data = [(torch.randn(8, 3, 8, 8), torch.randint(5, (8,))) for _ in range(4)]
+    dense = model().float()
+    options = {"sparsity": 0.4, "round_to": 2, "epochs": 2, "warmup_epochs": 0}
+    small = vc.prune(dense, vc.plan(dense, "sero", data, training={"batch_size": 8}, **options))
+    assert sum(p.numel() for p in small.parameters()) < 0.9 * sum(p.numel() for p in dense.parameters())

@@ -40,7 +40,7 @@ def mask_channels(model: nn.Module, family: Family, masks: Mapping[str, Tensor])
     with ExitStack() as stack:
         for name, mask in masks.items():
             for axis in spaces[name].axes:
-                if axis.dim == 2 or (axis.dim == 0 and axis.tensor.endswith(".weight")):
+                if axis.dim == 2 or (axis.dim == int(axis.per_head) and axis.tensor.endswith(".weight")):
                     stack.callback(_hook(model, axis, mask, scale=True))
         yield
 
@@ -125,8 +125,9 @@ class _ParameterMask(nn.Module):
 
 
 def _full(mask: Tensor, axis: Axis, length: int) -> Tensor:
-    """The mask of a whole axis with `length` entries, 1 outside the space: (groups, length)."""
-    own = mask.reshape(-1, mask.shape[-1]).repeat(1, axis.copies)
+    """The mask of a whole axis with `length` entries, 1 outside the space: (groups, length). Of a head: its largest."""
+    own = mask.reshape(-1, mask.shape[-1])
+    own = own.reshape(len(own), length, -1).amax(-1) if axis.per_head else own.repeat(1, axis.copies)
     before, after = (own.new_ones(len(own), n) for n in (axis.offset, length - axis.offset - own.shape[1]))
     return torch.cat([before, own, after], dim=1)
 

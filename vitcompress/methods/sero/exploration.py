@@ -113,9 +113,9 @@ class Exploration:
         means = {}
         for space in self.spaces:
             rows = []
-            for axis in space.axes:
+            for axis in (axis for axis in space.axes if axis.dim == 0 and not axis.per_head):
                 owner = self.model.get_submodule(axis.owner)
-                if isinstance(owner, nn.Linear) and axis.dim == 0 and axis.tensor.endswith(".weight"):
+                if isinstance(owner, nn.Linear) and axis.tensor.endswith(".weight"):
                     values = elements(owner.weight).abs().mean(dim=1)
                     values = values[axis.offset : axis.offset + axis.copies * space.size]
                     rows.append(values.view(axis.copies, space.size))
