@@ -11,6 +11,7 @@ from contracts import assert_moved, assert_same, kept_channels, logits, masks, s
 from torch import nn
 
 import vitcompress as vc
+from vitcompress.errors import PlanError
 from vitcompress.families import FAMILIES, family_of
 from vitcompress.surgery import apply_to_copy
 from vitcompress.surgery.masks import mask_channels
@@ -67,3 +68,8 @@ def test_sero_prunes_heads_with_parameters_of_their_own() -> None:
     options = {"sparsity": 0.4, "round_to": 2, "epochs": 2, "warmup_epochs": 0}
     small = vc.prune(dense, vc.plan(dense, "sero", data, training={"batch_size": 8}, **options))
     assert sum(p.numel() for p in small.parameters()) < 0.9 * sum(p.numel() for p in dense.parameters())
+
+
+def test_upvit_rejects_heads_with_parameters_of_their_own() -> None:
+    with pytest.raises(PlanError, match="does not support cait models: each head has parameters of its own"):
+        vc.plan(model().float(), "upvit", target_args={"embed_dim": 8})

@@ -104,7 +104,7 @@ def _head_problem(space: Space, kept: tuple[int, ...], width: int) -> str:
         return "a rotary embedding allows to remove whole heads only, with all other channels in their order"
     mixed = [c // full for c in kept] != [head for head in heads for _ in range(width)]
     tables = any(axis.per_head for axis in space.axes)
-    return "a head with its own table of positions cannot consist of channels of several" if mixed and tables else ""
+    return "a head with parameters of its own cannot consist of channels of several" if mixed and tables else ""
 
 
 def _fold_problems(model: nn.Module, family: Family, sites: dict[str, Site], plan: Plan) -> Iterator[str]:

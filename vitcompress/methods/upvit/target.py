@@ -153,11 +153,8 @@ def _check_attention(component: Component, target: Target) -> None:
 
 def _check_family(family: Family, spaces: tuple[Space, ...]) -> None:
     if any(axis.per_head for space in spaces for axis in space.axes):
-        raise PlanError(
-            f"UP-ViT does not support {family.name} models: each head has a relative position table, which one formed "
-            "from several cannot have, and Swin shifts windows by the block's number, which changes with the blocks",
-            hint=OTHER_METHODS,
-        )
+        own = "parameters of its own, as in a table of relative positions, which one formed from several cannot have"
+        raise PlanError(f"UP-ViT does not support {family.name} models: each head has {own}", hint=OTHER_METHODS)
     if any(space.whole_heads for space in spaces):
         rotation = "these embeddings rotate the channels of q and k by their position in the head"
         message = f"UP-ViT does not support rotary embeddings: it forms heads from parts of others, and {rotation}"
