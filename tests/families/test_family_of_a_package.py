@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 from contracts import assert_moved, assert_same, kept_channels, logits, masks, sites_of, spaces_of
 from torch import nn
 
 import vitcompress as vc
-from vitcompress.errors import PlanError
+from vitcompress.errors import InputError, PlanError
 from vitcompress.families import FAMILIES, family_of
+from vitcompress.models.create import plan_of
 from vitcompress.surgery import apply_to_copy
 from vitcompress.surgery.masks import mask_channels
 
@@ -73,3 +75,22 @@ def test_sero_prunes_heads_with_parameters_of_their_own() -> None:
 def test_upvit_rejects_heads_with_parameters_of_their_own() -> None:
     with pytest.raises(PlanError, match="does not support cait models: each head has parameters of its own"):
         vc.plan(model().float(), "upvit", target_args={"embed_dim": 8})
+
+
+def test_a_model_of_timm_is_pruned() -> None:
+    """timm records its image size as two numbers and its pooling as a word."""
+    dense = model(timm.create_model)
+    plan = plan_of(dense)
+    assert plan.arch_args["img_size"] == [8, 8] and plan.arch_args["global_pool"] == "token"
+    small = vc.prune(dense, plan.delta(removed={"blocks.0.attn": "drop"}))
+    assert_moved(logits(small, X), logits(dense, X))
+    assert vc.create_model(ARCH, **ARGS, global_pool="avg").global_pool == "avg"
+
+
+@pytest.mark.parametrize(
+    "args", [{"checkpoint_path": "weights"}, {"act_layer": "a.b"}, {"pretrained_cfg": "x"}, {"num_heads": [1] * 9}]
+)
+def test_arguments_of_its_models_are_plain_data(args: dict[str, Any]) -> None:
+    """Other arguments could read files."""
+    with pytest.raises(InputError, match=next(iter(args))):
+        vc.create_model(ARCH, **{**ARGS, **args})

@@ -1,6 +1,7 @@
 """Create dense timm models by name, with any input size and number of classes."""
 
 import contextlib
+import inspect
 import re
 import traceback
 import typing
@@ -12,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import timm
 import torch
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Len
 from timm.data import resolve_model_data_config
 from timm.layers import DropPath, PatchDropout
 from torch import nn
@@ -24,7 +25,7 @@ from vitcompress.families.lookup import copy_model
 from vitcompress.io.plugins import load_all
 from vitcompress.io.tensors import LIBRARY_ERRORS, check_finite
 from vitcompress.io.text import format_shape
-from vitcompress.io.validation import WHOLE, create_table, validate
+from vitcompress.io.validation import WHOLE, Matching, create_table, validate
 from vitcompress.models.arguments import allowed_arguments
 from vitcompress.models.preprocessing import NAMES, Crop, Filter
 from vitcompress.models.weights import USE_FILE, check_hub, load_weights
@@ -161,13 +162,13 @@ def plan_of(model: nn.Module) -> Plan:
     """
     reject_wrapper(model)
     check_finite(dict(model.named_parameters()), f"this {type(model).__name__}")
-    plan = getattr(model, "plan", None)
-    if isinstance(plan, Plan):
+    if isinstance(plan := getattr(model, "plan", None), Plan):
         return plan
     cfg = getattr(model, "pretrained_cfg", {})
     hint = "create the model with vitcompress.create_model, and prune it with vitcompress.prune"
     if not (arch := cfg.get("architecture")):
         raise InputError(f"this {type(model).__name__} was not created by timm", hint=hint)
+    family_of(model)  # raises if no family supports it, which is the better reason
     try:
         name = arch if cfg.get("tag") == timm.get_pretrained_cfg(arch, False).tag else f"{arch}.{cfg.get('tag')}"
         default, args = timm.get_pretrained_cfg(name).to_dict(), timm.models.get_model_args(model)
@@ -175,7 +176,6 @@ def plan_of(model: nn.Module) -> Plan:
         plan = Plan(name, args | ({OVERLAY: overlay} if overlay else {}))
         built = build_on_meta(plan.arch, plan.arch_args)
     except (InputError, RuntimeError) as error:  # RuntimeError: of an architecture or a tag that timm lacks
-        family_of(model)  # raises if no family supports it, which is the better reason
         raise InputError(f"the arguments of this {arch} are unknown: {error}", hint=hint) from None
     if (changed := find_difference(model, built)) and find_difference(model, prepare_model(built)):
         raise InputError(f"this {arch} is not as timm builds it with {plan.arch_args}: {changed} differs", hint=hint)
@@ -296,7 +296,8 @@ def check_arguments(arch: str, args: Mapping[str, object], place: str = "") -> N
     if not timm.is_model(name) and not any(timm.is_model(name) for _ in load_all({}, "families", Family)):
         message = f"{place}timm has no model {arch!r}{did_you_mean(name, timm.list_models())}"
         raise InputError(message, hint="see timm.list_models(), or install the package that registers the model")
-    problems, own = list[str](), {key: value for key, value in args.items() if key != OVERLAY}
+    own = {key: value for key, value in args.items() if key not in inspect.signature(timm.create_model).parameters}
+    problems = [f"model.args.{key} is no argument of the model" for key in args if key not in {*own, OVERLAY}]
     validate(_table(name), {"args": own, "overlay": args.get(OVERLAY)}, "model.args.", problems)
     if problems:
         wrong = "; ".join(" ".join(problem.split()) for problem in problems)
@@ -305,13 +306,13 @@ def check_arguments(arch: str, args: Mapping[str, object], place: str = "") -> N
 
 @lru_cache
 def _table(arch: str) -> Any:
-    """The arguments that a model may have. Those of a class that only plugins support are numbers."""
-    number: Any = bool | Annotated[float, Ge(-(2**14)), Le(2**14)] | None
+    """The arguments that a model may have. Those of a class that only plugins support are plain data."""
+    value: Any = bool | Annotated[float, Ge(-(2**14)), Le(2**14)] | Annotated[str, Matching(r"^\w{0,40}$")] | None
     allowed = allowed_arguments(arch)
     hints = typing.get_type_hints(InputConfig, include_extras=True)
     about = {"input_size": hints.pop("size"), LABELS: tuple[str, ...], **hints}
     overlay: Any = create_table(**{name: kind | None for name, kind in about.items()})
-    arguments: Any = create_table(**allowed) if allowed else dict[str, number]
+    arguments: Any = create_table(**allowed) if allowed else dict[str, value | Annotated[tuple[value, ...], Len(1, 8)]]
     return create_table(args=arguments, overlay=overlay | None)
 
 

@@ -117,8 +117,7 @@ class Exploration:
                 owner = self.model.get_submodule(axis.owner)
                 if isinstance(owner, nn.Linear) and axis.tensor.endswith(".weight"):
                     values = elements(owner.weight).abs().mean(dim=1)
-                    values = values[axis.offset : axis.offset + axis.copies * space.size]
-                    rows.append(values.view(axis.copies, space.size))
+                    rows.append(values[axis.offset : axis.offset + axis.copies * space.size].view(axis.copies, -1))
             means[space.name] = torch.cat(rows).mean(dim=0).cpu().double().numpy()
         return means
 
