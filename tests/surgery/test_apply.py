@@ -299,7 +299,7 @@ def edited(variant: str) -> nn.Module:
 @every_variant
 def test_timms_interface_still_works(variant: str) -> None:
     model, x = edited(variant), images(variant)
-    widths = [12, 12, 12] if family_of(model).name in ("vit", "eva", "beit") else [12, 24]  # by block, or by stage
+    widths = [12, 24] if family_of(model).stages else [12, 12, 12]  # by stage, or by block
     features = model.forward_features(x)
     assert features.shape[1 if family_of(model).name == "pvt" else -1] == model.num_features == widths[-1]
     assert getattr(model, "embed_dim", widths[0]) == widths[0]

@@ -32,7 +32,8 @@ def family_of(model: nn.Module) -> Family:
         problems[family.supported] = problem
     other_type = f"it is of type {type(model).__name__}"
     reason = next((problem for problem in problems.values() if problem != other_type), other_type)
-    raise UnsupportedModelError(f"this model cannot be pruned: {reason}", hint="\n  ".join(["supported:", *problems]))
+    hint = "\n  ".join(["use one of these, or install the package that declares its family:", *problems])
+    raise UnsupportedModelError(f"this model cannot be pruned: {reason}", hint=hint)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
