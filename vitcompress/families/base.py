@@ -32,7 +32,7 @@ class Axis:
     """One dimension of one parameter or buffer that a space indexes.
 
     Channel c of the space has the index `offset + copy * size + c` for each of `copies` (a layer that reads the space
-    several times). With `per_head` the dimension has one entry per head instead of one per channel.
+    several times). With `per_head` it has one entry per head, not per channel, as in a table or a layer over heads.
     """
 
     tensor: str
@@ -96,11 +96,11 @@ class Family(ABC):
 
     supported: the models, for the error that lists all families.
     model_type, stem_type, block_type, ffn_types: classes of supported models and their parts.
-    sliced: classes of supported attentions -> the class that replaces them for widths that they do not support.
+    sliced: class of a supported attention -> the `AnyWidthAttention` that replaces it at widths that it lacks.
     wiring: the residual branches of a block.
     stages: path of the list of stages; empty for models without stages.
     stem: path of the convolution that reads the images.
-    fixed_size: whether the input size of a model with changed attentions cannot be changed.
+    fixed_size: whether a model with changed attentions runs at its own input size only.
     """
 
     name: str
@@ -197,7 +197,7 @@ class Family(ABC):
         return (*spaces, *self.streams(model, streams))
 
     def describe_attention(self, model: nn.Module, path: str, attn: Any) -> Described:
-        """The attention of the block at `path`; here with one `qkv` layer."""
+        """Spaces inside of the attention of the block at `path`, and residual axes; here with one `qkv` layer."""
         name = f"{path}.attn"
         return describe_heads(model, path, name, attn), [input_axis(f"{name}.qkv"), *linear_axes(model, f"{name}.proj")]
 
@@ -248,7 +248,7 @@ class Family(ABC):
         }
 
     def entry(self, model: Any) -> tuple[str, ...] | None:
-        """Parameters of which every token receives exactly one before the first block, with only sums after them.
+        """Parameters before the first block: a constant that is added to all of them is added once to every token.
 
         Empty if the model has none, None for families that merge tokens.
         """
@@ -332,7 +332,7 @@ def describe_heads(model: nn.Module, path: str, name: str, attn: Any) -> list[Sp
 
 
 def describe_ffn(model: nn.Module, path: str, mlp: Any) -> Described:
-    """The FFN of the block at `path`; a folded one has no hidden space."""
+    """The hidden space and the residual axes of the FFN of the block at `path`; a folded one has no hidden space."""
     name = f"{path}.mlp"
     if isinstance(mlp, nn.Linear):  # folded
         return [], [input_axis(name), *linear_axes(model, name)]
