@@ -134,15 +134,17 @@ def read_contents(path: Path) -> Contents:
         raise ArtifactError(message, hint="export it with vitcompress")
     constants = [node for node in model.get_ops() if node.get_type_name() == "Constant"]
     # Names that the quantizer gives: of a tensor, and of its scale and its zero point, which is 0.
-    arrays = {node.get_friendly_name(): node.data for node in constants}
-    integers = [name for name in arrays if name.endswith("_quantized")]
-    stems = {name: name if f"{name}_scale" in arrays else name.removesuffix("_quantized") for name in integers}
+    named = {node.get_friendly_name(): node.data for node in constants}
+    stems = {n: n if f"{n}_scale" in named else n.removesuffix("_quantized") for n in named if n.endswith("_quantized")}
     parameters = {f"{stem}_{kind}" for stem in stems.values() for kind in ("scale", "zero_point")}
+    for node in (node for node in model.get_ops() if node.get_type_name() == "Reshape"):  # to the axis of a scale
+        if (name := node.input_value(0).get_node().get_friendly_name()) in parameters & named.keys():
+            named[name] = named[name].reshape(node.get_output_shape(0))
     stored = []
     for node in constants:
         values, name = node.data, node.get_friendly_name()
         index = node.get_element_type().get_type_name() in ("i64", "i32", "boolean") or name in parameters
-        scale = np.array(1.0) if values.dtype == np.float16 else arrays.get(f"{stems.get(name)}_scale")
+        scale = np.array(1.0) if values.dtype == np.float16 else named.get(f"{stems.get(name)}_scale")
         represented = None if scale is None else partial(represented_values, values, scale)
         place = (values.ctypes.data, values.nbytes)
         stored.append(Stored(name, values.shape, values.nbytes, place, values.tobytes, index, represented))

@@ -13,10 +13,14 @@ from torch import nn
 
 import vitcompress as vc
 from vitcompress.errors import InputError, PlanError
+from vitcompress.exporters.openvino.export import OPENVINO, read_contents
+from vitcompress.exporters.options import ExportOptions
+from vitcompress.exporters.quantize.calibrate import calibrate
 from vitcompress.families import FAMILIES, family_of
-from vitcompress.models.create import plan_of
+from vitcompress.models.create import input_config, plan_of
 from vitcompress.surgery import apply_to_copy
 from vitcompress.surgery.masks import mask_channels
+from vitcompress.verify.weights import compare_tensors, exported_module
 
 EXAMPLE = Path(__file__).parents[2] / "recipes" / "examples" / "my_family.py"
 ARCH = "cait_xxs24_224"
@@ -94,3 +98,14 @@ def test_arguments_of_its_models_are_plain_data(args: dict[str, Any]) -> None:
     """Other arguments could read files."""
     with pytest.raises(InputError, match=next(iter(args))):
         vc.create_model(ARCH, **{**ARGS, **args})
+
+
+@pytest.mark.skipif(OPENVINO.unavailable() is not None, reason="OpenVINO is not installed")
+def test_weights_of_layers_on_vectors_are_matched_in_int8(tmp_path: Path) -> None:
+    """q of timm's ClassAttn reads (batch, channels): its weight is not transposed, its scale is that of the rows."""
+    small = model().float()
+    about: Any = {"input": input_config(small), "calibrate": lambda source: calibrate(source, X.float(), "int8")}
+    path = OPENVINO.export(small, tmp_path / "m.xml", options=ExportOptions(precision="int8"), **about).path
+    contents = read_contents(path)
+    assert any("token_only.0.attn.q.weight_quantized" in stored.name for stored in contents.tensors)
+    assert not compare_tensors(exported_module(small, contents.metadata), contents).problems

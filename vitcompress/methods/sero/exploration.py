@@ -113,9 +113,8 @@ class Exploration:
         means = {}
         for space in self.spaces:
             rows = []
-            for axis in (axis for axis in space.axes if axis.dim == 0 and not axis.per_head):
-                owner = self.model.get_submodule(axis.owner)
-                if isinstance(owner, nn.Linear) and axis.tensor.endswith(".weight"):
+            for axis in (a for a in space.axes if a.dim == 0 and a.tensor.endswith(".weight") and not a.per_head):
+                if isinstance(owner := self.model.get_submodule(axis.owner), nn.Linear):
                     values = elements(owner.weight).abs().mean(dim=1)
                     rows.append(values[axis.offset : axis.offset + axis.copies * space.size].view(axis.copies, -1))
             means[space.name] = torch.cat(rows).mean(dim=0).cpu().double().numpy()
