@@ -360,3 +360,17 @@ def test_files_that_a_recipe_would_not_read_are_a_problem(file: Path, assignment
 
 def test_one_assignment_may_be_a_text() -> None:
     assert load_recipe("digits_hetdpt", "run.seed=3") == load_recipe("digits_hetdpt", ["run.seed=3"])
+
+
+def test_other_weights_replace_the_training_of_the_dense_model() -> None:
+    """They did so after validation: `--set dense=` was an error, and `--set dense.epochs=7` had no effect."""
+    for weights in ("random", "mine.pth"):
+        recipe = load_recipe("digits_hetdpt", ["dense="], weights=weights)
+        assert (recipe.model.weights, recipe.dense) == (weights, None)
+        assert load_recipe("digits_hetdpt", weights=weights) == recipe
+        with pytest.raises(RecipeError, match=f"dense   is only used with .*, got '{weights}'"):
+            load_recipe("digits_hetdpt", ["dense.epochs=7"], weights=weights)
+    trained = load_recipe("digits_hetdpt", ["dense.epochs=7"], weights="train").dense
+    assert trained is not None and trained.epochs == 7
+    with pytest.raises(RecipeError, match=r"needs a \[dense\] table"):
+        load_recipe("deit_b_hetdpt", weights="train")

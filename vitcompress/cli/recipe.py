@@ -57,7 +57,7 @@ def recipe(
     with show_progress(collect=not dry_run) as progress:
         from vitcompress.recipe.load import load_recipe
 
-        loaded = load_recipe(source, set, model)  # reports mistakes before the imports below, which take seconds
+        loaded = load_recipe(source, set, model, options["weights"])  # reports mistakes before slow imports
         finished = RunFolder(options["out"] or Path("runs", loaded.name)).report.is_file()
         if not (dry_run or finished):  # a dry run lists all that is missing, a finished run may not need it
             check_files(options)

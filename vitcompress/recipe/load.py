@@ -24,17 +24,23 @@ KINDS = {"recipe": (recipes.names, recipes.text), "study": (recipes.study_names,
 ANY_STEP = {"step": [{"method": "fold"}]}  # for recipes whose steps do not matter
 
 
-def load_recipe(source: str | Path, sets: str | Sequence[str] = (), model: str | None = None) -> Recipe:
+def load_recipe(
+    source: str | Path, sets: str | Sequence[str] = (), model: str | None = None, weights: str | None = None
+) -> Recipe:
     """Read a recipe by name or from a file, apply `sets` (`table.key=value`) and validate it.
 
-    model: an architecture to use instead of the recipe's, whose arguments do not apply to it. Raises RecipeError with
-    all problems, and InputError, which names the nearest, if there is no such recipe.
+    model, weights: to use instead of the recipe's. Its arguments do not apply to another model, nor its [dense] to
+    weights that are not trained. Raises RecipeError with all problems, and InputError, which names the nearest, if
+    there is no such recipe.
     """
     name, data = read_table("recipe", source := str(source))
     data = {"name": name, **data}
-    table = data.get("model")
-    if model is not None and isinstance(table, dict):
-        data["model"] = {**table, "name": model, "args": {}}
+    changes: dict[str, object] = {} if model is None else {"name": model, "args": {}}
+    changes |= {} if weights is None else {"weights": weights}
+    if isinstance(table := data.get("model"), dict):
+        data["model"] = {**table, **changes}
+    if weights not in (None, "train"):
+        data.pop("dense", None)
     return build_recipe(source, data, [sets] if isinstance(sets, str) else sets)
 
 
