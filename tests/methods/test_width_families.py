@@ -28,7 +28,7 @@ OPTIONS: dict[str, Any] = {
 }
 TARGETS = {"pvt": {"embed_dims": [8, 16], "depths": [1, 1]}, "swiglu": {"embed_dim": 8, "num_heads": 2}}
 UNSUPPORTED = {
-    ("upvit", "swin"): "each head has parameters of its own, as in a relative position table",
+    ("upvit", "swin"): "each head has a relative position table or other parameters of its own",
     ("upvit", "eva"): "these embeddings rotate the channels of q and k by their position in the head",
 }
 

@@ -25,7 +25,7 @@ from vitcompress.families.lookup import copy_model
 from vitcompress.io.plugins import load_all
 from vitcompress.io.tensors import LIBRARY_ERRORS, check_finite
 from vitcompress.io.text import format_shape
-from vitcompress.io.validation import WHOLE, Matching, create_table, validate
+from vitcompress.io.validation import UNKNOWN_KEY, WHOLE, Matching, create_table, validate
 from vitcompress.models.arguments import allowed_arguments
 from vitcompress.models.preprocessing import NAMES, Crop, Filter
 from vitcompress.models.weights import USE_FILE, check_hub, load_weights
@@ -297,7 +297,7 @@ def check_arguments(arch: str, args: Mapping[str, object], place: str = "") -> N
         message = f"{place}timm has no model {arch!r}{did_you_mean(name, timm.list_models())}"
         raise InputError(message, hint="see timm.list_models(), or install the package that registers the model")
     own = {key: value for key, value in args.items() if key not in inspect.signature(timm.create_model).parameters}
-    problems = [f"model.args.{key} is no argument of the model" for key in args if key not in {*own, OVERLAY}]
+    problems = [f"model.args.{key}   {UNKNOWN_KEY}" for key in args if key not in {*own, OVERLAY}]
     validate(_table(name), {"args": own, "overlay": args.get(OVERLAY)}, "model.args.", problems)
     if problems:
         wrong = "; ".join(" ".join(problem.split()) for problem in problems)

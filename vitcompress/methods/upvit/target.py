@@ -153,7 +153,7 @@ def _check_attention(component: Component, target: Target) -> None:
 
 def _check_family(family: Family, spaces: tuple[Space, ...]) -> None:
     if any(axis.per_head for space in spaces for axis in space.axes):
-        own = "parameters of its own, as in a relative position table, which one formed from several cannot have"
+        own = "a relative position table or other parameters of its own, which one formed from several cannot have"
         raise PlanError(f"UP-ViT does not support {family.name} models: each head has {own}", hint=OTHER_METHODS)
     if any(space.whole_heads for space in spaces):
         rotation = "these embeddings rotate the channels of q and k by their position in the head"
