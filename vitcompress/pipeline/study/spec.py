@@ -163,7 +163,7 @@ def _build_row(study: str, tables: _Tables, row: RowTable, wrong: dict[str, list
 
 
 def _contradictions(tables: _Tables, selected: Sequence[RowTable], sets: Sequence[str]) -> Iterator[str]:
-    """Mistakes that involve several tables, and [options] that are wrong or `set`, and that no selected row uses."""
+    """Mistakes that involve several tables; [options] that no selected row uses, if `sets` or a mistake is in them."""
     curves = {row.curve for row in tables.row}
     for key in ("name", "title"):  # tables and pictures name a row by its title
         counts = Counter(getattr(row, key) for row in tables.row)
