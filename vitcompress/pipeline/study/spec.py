@@ -175,6 +175,12 @@ def _contradictions(tables: _Tables, selected: Sequence[RowTable], sets: Sequenc
     places = ["base.finetune.epochs"] if isinstance(finetune, dict) and "epochs" in finetune else []
     places += [f"row {row.name}.set" for row in tables.row if "finetune.epochs" in " ".join(row.set)]
     yield from (f"{place}   follows from the study's total: set epochs instead" for place in places)
+    of_rows = (key for key in ("name", "summary", "step") if key in tables.base)
+    yield from (f"base.{key}   has no effect: every row has its own" for key in of_rows)
+    for text in sets:
+        match key_path(text):
+            case ["row", int(number), *_] if any(row not in selected for row in tables.row[number : number + 1]):
+                yield f"--set {text}   has no effect: the row {tables.row[number].name} is not selected"
     other = (row.name for row in tables.row if any(s.strip().startswith(("model", "data", "dense")) for s in row.set))
     yield from (f"row {name}.set   changes model, data or dense, which all rows share: set base" for name in other)
     for method, options in tables.options.items():
