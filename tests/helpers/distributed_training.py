@@ -99,6 +99,10 @@ def main(folder: Path) -> None:
         save_tensors(folder / "tensors.safetensors", tensors)
         write_json(folder / "facts.json", facts)
     runtime.stop()
+    for _ in range(4):  # as calls of the Python API do, one after the other
+        runtime = start("cpu")
+        assert runtime.all_sum(torch.ones(1)).item() == runtime.world_size
+        runtime.stop()
 
 
 if __name__ == "__main__":

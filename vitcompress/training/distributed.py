@@ -2,11 +2,14 @@
 
 A single process has a world of size one: the same code runs alone, under `torchrun`, and on several hosts. Every
 process computes its share of each global batch, and sums run over all processes, so results do not depend on their
-number, up to the order of floating-point additions.
+number, up to the order of floating-point additions and to what each process draws by itself: random transforms, noise,
+and the branches that drop path leaves out.
 """
 
 import contextlib
+import functools
 import hashlib
+import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +26,7 @@ from vitcompress.io.hardware import check_device
 Amp = Literal["none", "fp16", "bf16"]
 PATIENCE = timedelta(minutes=30)  # for other processes: one that is gone ends all of them
 _AMP_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_GROUPS = itertools.count()  # the process groups of this process
 
 
 @dataclass(frozen=True)
@@ -96,16 +100,24 @@ def start(device: str | torch.device = "auto", amp: Amp = "none", workers: int =
     device: of `check_device`. Raises DeviceError if this machine lacks device or precision, or not all processes join.
     """
     chosen = check_device(device, amp, int(os.environ.get("LOCAL_RANK", "0")))
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank, world_size = (int(os.environ.get(*one)) for one in (("RANK", "0"), ("WORLD_SIZE", "1")))
     if joined := world_size > 1 and not distributed.is_initialized():
         try:
-            distributed.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=PATIENCE)
+            store = distributed.PrefixStore(str(next(_GROUPS)), _store())  # without addresses of earlier groups
+            backend = "nccl" if chosen.type == "cuda" else "gloo"
+            distributed.init_process_group(backend, None, PATIENCE, world_size, rank, store)
         except (distributed.DistError, ValueError) as error:  # ValueError: no address
             message = f"{world_size} processes did not meet within {PATIENCE}: {first_line(error)}"
             raise DeviceError(message, hint="start all of them, with torchrun and the same --rdzv-endpoint") from None
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    return Runtime(chosen, amp, int(os.environ.get("RANK", "0")), world_size, workers, joined)
+    return Runtime(chosen, amp, rank, world_size, workers, joined)
+
+
+@functools.cache
+def _store() -> distributed.Store:
+    """Where the processes find each other's addresses; rank 0 may host it, so it is not closed between two groups."""
+    return next(distributed.rendezvous("env://", timeout=PATIENCE))[0]
 
 
 @contextlib.contextmanager
