@@ -14,6 +14,7 @@ from vitcompress.methods.options import RecoverOptions, SeroOptions
 from vitcompress.methods.scores import gradients
 from vitcompress.methods.table import METHODS
 from vitcompress.plan import Plan
+from vitcompress.training.distributed import Runtime
 from vitcompress.training.options import TrainOptions
 
 
@@ -28,6 +29,13 @@ def test_the_number_of_images_is_exact_and_balanced(count: int, tmp_path: Path) 
 
 def test_all_images_if_more_are_requested(tmp_path: Path) -> None:
     assert calibration_images(context(tmp_path, model()), 1000).total == 48
+
+
+def test_every_process_needs_an_image(tmp_path: Path) -> None:
+    around = context(tmp_path, model(), runtime=Runtime(torch.device("cpu"), rank=2, world_size=3))
+    assert [len(targets) for _, targets in calibration_images(around, 3)] == [1]
+    with pytest.raises(InputError, match="2 images cannot be shared by 3 processes"):
+        calibration_images(around, 2)
 
 
 def test_a_method_without_data_names_the_argument(tmp_path: Path) -> None:

@@ -38,6 +38,9 @@ def calibration_images(context: Context, count: int, batch: int | None = None) -
     batch: images per process and pass.
     """
     images = subset(_check(context.data.train, "training"), count, context.seed, per_class=False)
+    if len(images) < (processes := context.runtime.world_size):
+        message = f"{len(images)} images cannot be shared by {processes} processes"
+        raise InputError(message, hint="raise the number of images of the step, or start fewer processes")
     return EvalLoader(images, context.input, batch or eval_batch(context), context.runtime)
 
 
