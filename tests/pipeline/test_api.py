@@ -255,6 +255,11 @@ def test_models_with_other_names_than_those_of_timm_are_planned_as_those_of_crea
         ),
         (lambda: vc.finetune(model(num_classes=1), [(X, torch.zeros(3).long())], epochs=1), "has one class"),
         (lambda: vc.finetune(model(num_classes=0), batches(), epochs=1), "has no classifier"),
+        *(
+            (partial(vc.finetune, model(**args), batches(), teacher=model(), distillation=kind, epochs=1), words)
+            for kind in ("features", "soft_patch")
+            for args, words in (({"num_classes": 0}, "has no classifier"), ({"global_pool": ""}, "has no pooling"))
+        ),
         (lambda: vc.plan(model(num_classes=0), "isomorphic", batches(), align=FINE), "has no classifier"),
         (lambda: vc.evaluate(model(num_classes=0), batches()), "has no classifier"),
         (lambda: vc.finetune(model(global_pool=""), batches(), epochs=1), "has no pooling"),

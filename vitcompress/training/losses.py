@@ -160,7 +160,7 @@ class Objective:
         labels, alpha = options.share_of_labels, options.alpha
         self.options = options
         self.teacher: Teacher | None = None
-        if options.distillation not in FEATURES:
+        if options.distillation not in FEATURES or labels > 0:
             check_outputs(module)
         if options.distillation == "none":
             return
