@@ -41,6 +41,14 @@ WRONG = {
         {"kept": {"blocks.0.mlp": (0,)}, "removed": {"blocks.0": "drop"}},
         "kept.blocks.0.mlp: it is inside",
     ),
+    "of a removed FFN": (
+        {"kept": {"blocks.0.mlp": (0,)}, "removed": {"blocks.0.mlp": "drop"}},
+        "kept.blocks.0.mlp: it is inside blocks.0.mlp, which is removed",
+    ),
+    "of a removed attention": (
+        {"kept": {"blocks.0.v": (0, 4, 8, 12)}, "removed": {"blocks.0.attn": "drop"}},
+        "kept.blocks.0.v: it is inside blocks.0.attn, which is removed",
+    ),
     "does not divide": ({"kept": {"blocks.0.qk": (0, 1, 2)}}, "3 channels do not divide into 4 heads"),
     "no such heads": ({"heads": {"blocks.9.attn": 2}}, "heads.blocks.9.attn: the model has no such attention"),
     "heads alone": ({"heads": {"blocks.0.attn": 2}}, "neither its q/k nor its v channels are in kept"),

@@ -24,7 +24,7 @@ def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:
 
     Folding multiplies the current weights; if weights are loaded afterwards, only shapes matter. The attribute
     `model.plan` is deleted, because it no longer describes the model. Raises PlanError, with all contradictions, if the
-    plan does not fit the model; nothing was edited. Raises UnsupportedModelError if no family supports the model, or
+    plan does not fit the model; nothing was removed. Raises UnsupportedModelError if no family supports the model, or
     its channels cannot be masked.
     """
     family = family_of(model)

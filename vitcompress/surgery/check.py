@@ -74,7 +74,7 @@ def _kept_problems(spaces: dict[str, Space], plan: Plan) -> Iterator[str]:
             yield f"kept.{name}: the model has no such space{did_you_mean(name, spaces)}"
         elif max(kept) >= spaces[name].size:
             yield f"kept.{name}: expected one or more distinct channels in 0..{spaces[name].size - 1}"
-        elif outer := enclosing_module(name.rpartition(".")[0], plan.removed):
+        elif outer := enclosing_module(spaces[name].attention or name, plan.removed):
             yield f"kept.{name}: it is inside {outer}, which is removed"
 
 
