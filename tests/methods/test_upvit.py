@@ -12,6 +12,7 @@ import torch
 from contracts import assert_moved, assert_same, build, contract, logits
 from contracts import images as pictures
 from method_world import context, model
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 import vitcompress as vc
@@ -25,7 +26,7 @@ from vitcompress.methods.upvit.importance import Component
 from vitcompress.methods.upvit.ranking import best, candidates, least_first
 from vitcompress.methods.upvit.target import Target, standard_blocks
 from vitcompress.models.checkpoint import load_model, save_model
-from vitcompress.models.create import create_model, plan_of
+from vitcompress.models.create import create_model, current_plan, plan_of
 from vitcompress.models.standard import standard_model
 from vitcompress.models.weights import open_weights
 from vitcompress.pipeline.api import prune
@@ -142,8 +143,13 @@ def test_the_standard_model_has_another_classifier(tmp_path: Path) -> None:
     plan = upvit.plan(dense, context(tmp_path / "plan", dense), upvit.Options(target_args=SMALL, images=24))
     small: Any = prune(dense, plan)
     small.reset_classifier(7)
-    save_model(small, tmp_path / "saved")
+    save_model(small, tmp_path / "saved", classes=list("abcdefg"))
     loaded: Any = load_model(tmp_path / "saved")
+    with safe_open(tmp_path / "saved/standard.safetensors", "pt") as file:
+        assert json.loads(file.metadata()["args"])["pretrained_cfg_overlay"]["label_names"] == list("abcdefg")
+    loaded.reset_classifier(2)
+    assert "pretrained_cfg_overlay" not in current_plan(loaded).standard["args"]
+    loaded = load_model(tmp_path / "saved")
     x = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     assert torch.equal(loaded(x), small(x)) and loaded.plan.standard["args"]["num_classes"] == 7
     assert (standard_model(loaded, loaded.plan)(x) - small(x)).abs().max() < 1e-5  # float32, as above

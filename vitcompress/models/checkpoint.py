@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -50,7 +49,7 @@ def save_model(model: nn.Module, folder: str | Path, classes: Sequence[str] | No
     model = create.prepared(model)
     if classes is not None:
         create.check_class_names(classes, model)
-        plan = replace(plan, arch_args=create.with_class_names(plan.arch_args, classes))
+        plan = create.name_classes(plan, classes)
     write_model(folder, model, plan)
     write_manifest(folder)
 

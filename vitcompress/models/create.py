@@ -199,12 +199,12 @@ def with_changes(plan: Plan, model: nn.Module) -> Plan:
     blank = create_on_meta(plan.arch, plan.arch_args)
     now, recorded = (Plan(plan.arch, timm.models.get_model_args(one)).arch_args for one in (model, blank))
     changed = {name: value for name, value in now.items() if recorded.get(name) != value}
-    args = with_class_names(plan.arch_args, ()) if "num_classes" in changed else plan.arch_args
+    plan = name_classes(plan, ()) if "num_classes" in changed else plan
     own, other = (input_config(one).to_dict() for one in (model, blank))
     if preprocessing := {name: own[name] for name in NAMES if own[name] != other[name]}:
-        changed[OVERLAY] = {**(args.get(OVERLAY) or {}), **preprocessing}  # type: ignore[dict-item]
+        changed[OVERLAY] = {**(plan.arch_args.get(OVERLAY) or {}), **preprocessing}  # type: ignore[dict-item]
     standard = plan.standard and {**plan.standard, "args": {**plan.standard["args"], **changed}}
-    return replace(plan, arch_args={**args, **changed}, standard=standard) if changed else plan
+    return replace(plan, arch_args={**plan.arch_args, **changed}, standard=standard) if changed else plan
 
 
 def rebuild(plan: Plan, tensors: Collection[str]) -> nn.Module:
@@ -246,6 +246,12 @@ def with_class_names(args: Mapping[str, object], names: Sequence[str]) -> dict[s
     overlay: dict[str, Any] = dict(args.get(OVERLAY) or {})  # type: ignore[call-overload]
     overlay = {key: value for key, value in overlay.items() if key != LABELS} | ({LABELS: list(names)} if names else {})
     return {key: value for key, value in args.items() if key != OVERLAY} | ({OVERLAY: overlay} if overlay else {})
+
+
+def name_classes(plan: Plan, names: Sequence[str]) -> Plan:
+    """`plan` with these class names, also for the standard model; () removes them."""
+    standard = plan.standard and {**plan.standard, "args": with_class_names(plan.standard["args"], names)}
+    return replace(plan, arch_args=with_class_names(plan.arch_args, names), standard=standard)
 
 
 def check_class_names(names: Sequence[str], model: nn.Module) -> None:

@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -22,7 +21,7 @@ from vitcompress.io.checks import Check, Status, problem_check
 from vitcompress.io.files import convert_write_errors, decode_json_values, read_record, signed_files, write_json
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.text import format_shape
-from vitcompress.models.create import input_config, with_class_names
+from vitcompress.models.create import input_config, name_classes
 from vitcompress.verify.engine import engine_checks
 from vitcompress.verify.outputs import AGREEMENT, PlannedOriginal, output_checks
 from vitcompress.verify.weights import WEIGHTS, FileTensors, compare_tensors, exported_module
@@ -83,7 +82,7 @@ def metadata_check(path: Path, original: PlannedOriginal, contents: Contents | N
     config, count = input_config(original.model), getattr(original.model, "num_classes", 0)
     expected = {key: list(v) if isinstance(v, tuple) else v for key, v in config.to_dict().items()}
     plan, problems = original.plan, []
-    unnamed = replace(plan, arch_args=with_class_names(plan.arch_args, ()))  # before `save_model` added the classes
+    unnamed = name_classes(plan, ())  # before `save_model` added the classes
     for source, metadata in stated.items():
         values = decode_json_values(metadata)
         names = values.get("classes")
