@@ -134,8 +134,8 @@ def _choose(
     if options.amount is None or options.target == "latency":
         return ranking.counts(), {}
     size, unit = UNITS[options.target]
-    count = lambda counts: getattr(candidates.cost(counts), options.target) / size  # noqa: E731
-    counts, costs = budget.solve(ranking, Target[Counts](options.amount, count, unit))
+    cost_of = lambda counts: getattr(candidates.cost(counts), options.target) / size  # noqa: E731
+    counts, costs = budget.solve(ranking, Target[Counts](options.amount, cost_of, unit))
     return counts, {"kind": options.target, **costs}
 
 

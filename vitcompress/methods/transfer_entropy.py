@@ -98,8 +98,7 @@ def entropies(
     results = []
     for own, hits in zip(map(runtime.all_sum, sums), runtime.all_sum(correct).tolist(), strict=True):
         values = deviation(own).clamp(min=1e-12).log().sum(dim=1).tolist()
-        seen = round(float(own[0, 0]))
-        results.append(Entropy(values[0], tuple(values[1:]), seen, 100 * hits / seen))
+        results.append(Entropy(values[0], tuple(values[1:]), loader.total, 100 * hits / loader.total))
     return results
 
 

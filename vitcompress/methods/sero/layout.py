@@ -28,7 +28,7 @@ TIED_WIDTH = 16  # smallest head width of fused attention kernels
 
 @dataclass(frozen=True)
 class _Ladder:
-    """Spaces that grow together, step by step: with step i, every head of every space has its best `edges[i]` channels.
+    """Spaces that grow together: after n steps, every head of every space has its best `edges[n - 1]` channels.
 
     orders: per space, the channels of each head from the best to the worst, (heads, channels). values: mean score of
     the units that each step adds, never increasing.
@@ -40,8 +40,8 @@ class _Ladder:
     values: np.ndarray
 
     def units(self, steps: int) -> int:
-        """Number of units after `steps` steps."""
-        return sum(space.heads for space in self.spaces) * (self.edges[steps - 1] if steps else 0)
+        """Number of units after `steps` steps, at least one."""
+        return sum(space.heads for space in self.spaces) * self.edges[steps - 1]
 
     def live(self, steps: int) -> Live:
         """The channels after `steps` steps."""

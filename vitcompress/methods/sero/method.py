@@ -119,7 +119,7 @@ def _explore(copy: nn.Module, context: Context, options: Options) -> Exploration
         context.run_training(copy, images, context.data.heldout, train, "exploration", controls=controls)
     if exploration.sparsity != options.sparsity:
         message = "no refresh of the masks in the last epoch had finite gradients, so the exploration did not end"
-        hint = "lower the learning rate, or use amp bf16 or none, and start over with --fresh"
+        hint = "lower the learning rate or refresh, or use amp bf16 or none, and start over with --fresh"
         raise VitcompressError(message, hint=hint)
     return exploration
 
