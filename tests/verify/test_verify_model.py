@@ -1,6 +1,7 @@
 """A loaded model is the one that was saved, and the plain timm model that its plan names."""
 
 import json
+import resource
 import shlex
 from copy import deepcopy
 from dataclasses import replace
@@ -141,6 +142,18 @@ def test_only_a_folder_that_was_verified_before_may_be_read_only(folder: Path) -
     verification = verify_folder(folder, X)
     assert verification.passed
     assert json.loads(files.verification.read_text()) == json.loads(json.dumps(verification.to_dict(folder)))
+
+
+def test_checks_that_cannot_write_a_temporary_copy_are_an_error(folder: Path) -> None:
+    """Also in a folder that was verified before: otherwise it would pass without any check of its model."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    assert verify_folder(folder).passed
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OutputError, match="cannot be written"):
+            verify_folder(folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_the_command_for_a_missing_export_quotes_the_folder(tmp_path: Path) -> None:

@@ -72,14 +72,15 @@ def verify_folder(
     with record_changes(files.path), suppress(OSError):
         if files.plan.is_file() and not signed_files.get():  # without a plan, the file may be of something else
             files.verification.unlink(missing_ok=True)  # the result of an earlier call
-    with record_changes(files.path), suppress(OutputError) if verified else nullcontext():
-        verification, seen = Verification(tuple(checks)), None
+    with record_changes(files.path):
+        verification, recorded = Verification(tuple(checks)), None
         if not any(check.verdict == "failed" for check in checks):
-            verification, seen = _check_content(files, checks, images, RunFolder(dense or files.dense), progress)
-        if not signed_files.get():
-            write_json(files.verification, verification.to_dict(files.path))
-        if seen is not None:
-            save_tensors(files.recorded_outputs, seen)
+            verification, recorded = _check_content(files, checks, images, RunFolder(dense or files.dense), progress)
+        with suppress(OutputError) if verified else nullcontext():
+            if not signed_files.get():
+                write_json(files.verification, verification.to_dict(files.path))
+            if recorded is not None:
+                save_tensors(files.recorded_outputs, recorded)
     if adopt and verification.passed:
         write_manifest(files.path)
     return verification
@@ -102,10 +103,10 @@ def _check_content(
     for path, own in results.items():
         checks += (*own, *inspector_checks(path))
     weights = weight_table(original.rows, model, tensors)
-    seen = None if images is None else {"images": images, "logits": model_logits(model, images)}
+    new = None if images is None else {"images": images, "logits": model_logits(model, images)}
     del original, model  # before the dense model is loaded
     checks += _dense_checks(files, dense, shown, real, progress)
-    return Verification(tuple(checks), weights), seen
+    return Verification(tuple(checks), weights), new
 
 
 def _missing_exports(files: RunFolder) -> Iterator[Check]:
