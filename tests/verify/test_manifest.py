@@ -18,7 +18,7 @@ import vitcompress as vc
 from vitcompress import cli
 from vitcompress.errors import ArtifactError, InputError, OutputError
 from vitcompress.io.files import changing, lock_file, read_json, write_json
-from vitcompress.io.manifest import _to_text, read_manifest, record_changes
+from vitcompress.io.manifest import _to_text, read_manifest, record_changes, write_manifest
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import load_tensors, save_tensors
 from vitcompress.models.checkpoint import load_model, read_plan
@@ -303,6 +303,14 @@ def test_a_folder_without_a_manifest_works_and_can_be_adopted(run: Path) -> None
     assert command("verify", run, "--adopt")[0] == 0
     assert sorted([*(read_manifest(run) or {})["files"], "manifest.json"]) == relatives(run)
     assert command("verify", run)[0] == 0
+
+
+def test_a_manifest_keeps_the_origin_of_a_dense_model_when_it_is_adopted_again(run: Path) -> None:
+    """Without `source` and `images`, a run continues with other weights or images than it was started with."""
+    origin = {"source": {"weights": "mine.pth", "sha256": "0" * 64}, "images": "digits"}
+    write_manifest(run, **origin)
+    assert command("verify", run, "--adopt")[0] == 0
+    assert (read_manifest(run) or {}).items() >= origin.items()
 
 
 def test_a_run_that_was_stopped_before_its_manifest_is_verified(run: Path) -> None:

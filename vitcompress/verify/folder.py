@@ -60,7 +60,7 @@ def verify_folder(
 
     images: (count, channels, height, width), normalized. The folder keeps them and their outputs, for later calls
     without images. Without any, noise is used. dense: folder of the model before pruning, which dense.onnx is compared
-    with; None: the one inside the run folder. adopt: if no check fails, write a manifest of all files. Where signatures
+    with; None: the one inside the run folder. adopt: without a manifest, write one if no check fails. Where signatures
     are required, nothing is written. Raises ArtifactError, PlanError or WeightsError if it is no run folder, or a
     damaged one, InputError if its manifest has a newer format, and OutputError if verify.json cannot be written; a
     folder that was verified before may be read-only.
@@ -81,7 +81,7 @@ def verify_folder(
                 write_json(files.verification, verification.to_dict(files.path))
             if recorded is not None:
                 save_tensors(files.recorded_outputs, recorded)
-    if adopt and verification.passed:
+    if adopt and verification.passed and not files.manifest.is_file():
         write_manifest(files.path)
     return verification
 
