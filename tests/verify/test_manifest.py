@@ -291,6 +291,15 @@ def test_verify_passes_again_after_it_replaced_its_own_verdict(run: Path) -> Non
     assert [command("verify", run)[0] for _ in range(2)] == [1, 0]
 
 
+def test_the_function_and_the_command_compare_dense_files_with_the_dense_model_that_runs_share(run: Path) -> None:
+    assert [*run.parent.glob("dense-*")] and not RunFolder(run).dense.exists()
+    checks = [check.to_dict() for check in vc.verify(run).checks]
+    assert {c["name"]: c["verdict"] for c in checks}["agreement.dense.onnx.error"] == "passed"
+    assert json.loads(command("verify", run)[1])["checks"] == json.loads(json.dumps(checks))
+    (run / "recipe.toml").write_text("[")
+    assert [check.name for check in vc.verify(run).checks if check.verdict == "failed"] == ["manifest.recipe.toml"]
+
+
 def test_a_folder_without_a_manifest_works_and_can_be_adopted(run: Path) -> None:
     report = read_json(run / "report.json")
     write_json(run / "report.json", {key: value for key, value in report.items() if key != "manifest"})

@@ -1,6 +1,5 @@
 """Verify, export, measure, evaluate and show what runs wrote; and what this machine can do."""
 
-from contextlib import nullcontext, suppress
 from glob import escape
 from pathlib import Path
 from shutil import rmtree
@@ -30,15 +29,12 @@ def verify(folder: Path, require_verified: bool, adopt: bool) -> int:
     with show_progress() as progress:
         from vitcompress.cli.output import tables
         from vitcompress.io.manifest import REMEDY
-        from vitcompress.io.run_folder import RunFolder
-        from vitcompress.pipeline.folder import claim_run, dense_folder_of_run
+        from vitcompress.pipeline.folder import claim_run, dense_folder_to_verify
         from vitcompress.pipeline.report import refresh_reports
         from vitcompress.verify.folder import verify_folder
 
         progress.stage(f"Verify {folder}")
-        dense = None
-        with suppress(InputError) if RunFolder(folder).manifest.exists() else nullcontext():  # which has its hash
-            dense = dense_folder_of_run(folder)
+        dense = dense_folder_to_verify(folder)
         with claim_run(folder):
             verification = verify_folder(folder, dense=dense, progress=progress, adopt=adopt)
             refresh_reports([folder], progress)

@@ -40,6 +40,7 @@ from vitcompress.models import create
 from vitcompress.models.source import resolve_model
 from vitcompress.pipeline.calibration import Calibration, model_digest
 from vitcompress.pipeline.export import CALIBRATION_IMAGES, write_export
+from vitcompress.pipeline.folder import dense_folder_to_verify
 from vitcompress.pipeline.latency import LatencyClock, measured_on
 from vitcompress.plan import Plan
 from vitcompress.training import distributed
@@ -319,8 +320,9 @@ def verify(folder: str | Path, *, progress: Progress | None = None) -> Verificat
     Raises:
         ArtifactError, PlanError, WeightsError: there is no model in the folder, or a file of it is damaged.
     """
+    path = user_path(folder)
     with torch.autocast("cpu", enabled=False):  # as in `export`
-        return verify_folder(user_path(folder), progress=progress or SILENT)
+        return verify_folder(path, dense=dense_folder_to_verify(path), progress=progress or SILENT)
 
 
 def evaluate(

@@ -8,12 +8,12 @@ import shutil
 import tempfile
 import tomllib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from vitcompress.errors import ArtifactError, OutputError, RecipeError
+from vitcompress.errors import ArtifactError, InputError, OutputError, RecipeError
 from vitcompress.exporters.runtimes import exported_files
 from vitcompress.exporters.sidecar import DENSE, usable_sidecar
 from vitcompress.io.files import convert_write_errors, read_json, write_text
@@ -190,6 +190,14 @@ def dense_folder_of_run(folder: Path) -> Path:
     """The folder of the dense model according to the recipe.toml in `folder`; inside `folder` without such a file."""
     files = RunFolder(folder)
     return dense_folder(load_recipe_of_run(files.recipe), folder.resolve()) if files.recipe.is_file() else files.dense
+
+
+def dense_folder_to_verify(folder: Path) -> Path | None:
+    """`dense_folder_of_run`; None if recipe.toml cannot be used, and there is a manifest, which has its hash."""
+    dense = None
+    with suppress(InputError) if RunFolder(folder).manifest.exists() else nullcontext():
+        dense = dense_folder_of_run(folder)
+    return dense
 
 
 def _equal_trainings(recipe: Recipe, parent: Path) -> Iterator[Path]:
