@@ -53,6 +53,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
+def evaluated(progress: world.RecordedProgress) -> list[str]:
+    return [note.split(":")[0] for note in progress.notes if note.endswith(" correct")]
+
+
 def verified(folder: Path) -> str:
     """The verdict on the counts in the report."""
     return next(check.verdict for check in report_checks(RunFolder(folder)))
@@ -105,6 +109,32 @@ def test_a_control_is_added_to_a_finished_run_which_keeps_everything_else(home: 
 
     again, progress = run(home, control=True)  # with and without the option, nothing is left to do
     assert (again, progress.stages) == (result, []) and run(home, control=False)[0] == result
+
+
+def test_adding_a_control_keeps_the_accuracy_of_files_that_the_recipe_does_not_export(
+    home: Path, tmp_path: Path
+) -> None:
+    """And evaluates the control alone, unless the test images are others by now."""
+    (dense,) = home.glob("dense-*")
+    shutil.copytree(dense, tmp_path / dense.name)
+    run(tmp_path, control=False)
+    files = RunFolder(tmp_path / "run")
+    for words in (["export", str(files.path)], ["evaluate", str(files.path / "model.onnx")]):
+        assert CliRunner().invoke(cli.main, words).exit_code == 0
+    before = read_json(files.report)["accuracy"]
+    result, progress = run(tmp_path, control=True)
+    after: Any = result.report["accuracy"]
+    assert "model.onnx" in before and after == {**after, **before}
+    assert evaluated(progress) == ["control"]
+    assert "model.onnx" in read_json(files.mistakes) and verified(files.path) == "passed"
+
+    for path in (files.manifest, files.report):
+        path.unlink()
+    accuracy = read_json(files.accuracy)
+    write_json(files.accuracy, {k: {**v, "images_digest": "of others"} for k, v in accuracy.items() if "total" in v})
+    result, progress = run(tmp_path, control=True)
+    assert evaluated(progress) == ["dense", "compressed", "control"]
+    assert result.report["accuracy"] == {k: v for k, v in accuracy.items() if k != "model.onnx"}
 
 
 def test_a_control_is_trained_like_the_compressed_model_and_resumes(home: Path) -> None:

@@ -1,7 +1,7 @@
 """From the fine-tuned model to measurements: fold, verify, evaluate, bench."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -12,8 +12,9 @@ from torch import nn
 from vitcompress import surgery
 from vitcompress.bench import suite
 from vitcompress.bench.report.measurements import describe_speedup, match_rows
+from vitcompress.bench.report.run import ACCURACIES
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, open_runner, runtime_of
-from vitcompress.io.files import write_json
+from vitcompress.io.files import file_sha256, read_record, write_json
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.checkpoint import load_model, load_model_files, read_plan, write_model
 from vitcompress.pipeline.export import quarantine_failed, runnable_files
@@ -68,34 +69,41 @@ def verify_run(job: Job) -> None:
 def evaluate_models(job: Job) -> None:
     """accuracy.json: the dense, compressed and exported models on the same test images, with McNemar's test.
 
-    mistakes.json: which images each model classifies wrongly, to compare runs image by image.
+    mistakes.json: which images each model classifies wrongly, to compare runs image by image. Only what they lack is
+    evaluated: after a control was added to a finished run, they have all other models, and files of later exports.
     """
     if job.data is None:
         return
     job.progress.stage("Evaluate on the test images")
     loader = EvalLoader(job.data.test, job.input, job.recipe.finetune.batch_size, job.runtime)
-    digest = images_digest(job.data.classes, job.data.test)
-    accuracies, correct, top1 = dict[str, dict[str, object]](), dict[str, np.ndarray](), dict[str, np.ndarray]()
-    for name, model in _models(job):
+    digest, top1 = images_digest(job.data.classes, job.data.test), dict[str, np.ndarray]()
+    wrong = read_record(job.files.mistakes, dict[str, list[int]]) or {}
+    known = (read_record(job.files.accuracy, ACCURACIES) or {}).items()
+    accuracies = {k: v for k, v in known if k in wrong and v.get("images_digest") == digest}
+    for name, model in _models(job, accuracies):
         predict = model.predict if isinstance(model, Runner) else model
-        accuracy, correct[name], top1[name] = evaluate_images(predict, loader, job.runtime)
-        flips = int((top1[name] != top1.get("compressed", top1[name])).sum())
-        own = {"sha256": model.describe()["sha256"], "flips": flips} if isinstance(model, Runner) else {}
+        accuracy, correct, top1[name] = evaluate_images(predict, loader, job.runtime)
+        own = {"sha256": model.describe()["sha256"]} if isinstance(model, Runner) else {}
+        if own and "compressed" in top1:
+            own["flips"] = int((top1[name] != top1["compressed"]).sum())
+        wrong[name] = np.flatnonzero(~correct).tolist()
         accuracies[name] = {**accuracy.to_dict(), "images_digest": digest, **own}
         job.progress.note(f"{name}: {accuracy.correct} of {accuracy.total} correct")
-    tests = {k: mcnemar(correct[a], correct["compressed"]) for k, a in PAIRED_TESTS.items() if a in correct}
-    write_json(job.files.mistakes, {name: np.flatnonzero(~mask).tolist() for name, mask in correct.items()})
+    masks = {name: ~np.isin(np.arange(len(job.data.test)), images) for name, images in wrong.items()}
+    tests = {k: mcnemar(masks[a], masks["compressed"]) for k, a in PAIRED_TESTS.items() if a in masks}
+    write_json(job.files.mistakes, wrong)
     write_json(job.files.accuracy, {**accuracies, **tests})
 
 
-def _models(job: Job) -> Iterator[tuple[str, nn.Module | Runner]]:
-    """One after the other, so that only one is in memory."""
+def _models(job: Job, known: Mapping[str, Mapping[str, object]]) -> Iterator[tuple[str, nn.Module | Runner]]:
+    """Those that are not `known`, one after the other, so that only one is in memory."""
     for name, folder in {"dense": job.dense_folder, "compressed": job.folder, "control": job.files.control}.items():
-        if RunFolder(folder).plan.is_file():
+        if name not in known and RunFolder(folder).plan.is_file():
             yield name, load_model(folder, job.runtime.device)
     for path, device in runnable_files(job, "model").values():
-        with closing(open_runner(path, device=device)) as runner:
-            yield path.name, runner
+        if known.get(path.name, {}).get("sha256") != file_sha256(path):
+            with closing(open_runner(path, device=device)) as runner:
+                yield path.name, runner
 
 
 def bench_models(job: Job) -> None:

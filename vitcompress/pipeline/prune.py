@@ -127,8 +127,7 @@ def train_control(job: Job) -> None:
     options, controls = replace(job.recipe.finetune, epochs=job.extra_epochs), TrainingControls(teacher_for(job, dense))
     train_model(job, dense, options, files.state, "control", files.training, controls)
     if job.runtime.is_main:
-        for path in (job.files.report, job.files.accuracy):  # of a run without control, which ends here again
-            path.unlink(missing_ok=True)
+        job.files.report.unlink(missing_ok=True)  # of a run without control, which ends here again
         write_model(files.path, dense, job.base)
 
 

@@ -54,7 +54,7 @@ SHARED_STAGES = (
 LATER_STAGES = (
     Stage("export", export_models, None),
     Stage("verify", finalize.verify_run, None),
-    Stage("evaluate", finalize.evaluate_models, lambda job: job.files.accuracy),
+    Stage("evaluate", finalize.evaluate_models, None),
     Stage("measure", finalize.bench_models, lambda job: job.files.benchmark),
     Stage("report", report.write_report, lambda job: job.files.report),
     Stage("manifest", lambda job: write_manifest(job.folder), lambda job: job.files.manifest),
