@@ -26,7 +26,8 @@ from vitcompress.bench.report.measurements import pairs
 from vitcompress.errors import ArtifactError, OutputError, VitcompressError
 from vitcompress.exporters.runtimes import open_runner
 from vitcompress.exporters.sidecar import read_sidecar
-from vitcompress.io.files import read_json
+from vitcompress.io.files import read_json, write_json
+from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.checkpoint import load_model
 from vitcompress.models.create import input_config
 from vitcompress.pipeline.folder import claim_folder
@@ -335,6 +336,22 @@ def test_without_heldout_images_there_is_no_accuracy_before_recovery(
     assert [row["before_recovery"] is None for row in result["rows"]] == [False, True]
     dense, control, random = results.row_table(result).rows
     assert (dense[1], random[1]) == ("", "") and control[1].endswith("%")
+
+
+def test_an_evaluation_of_the_same_file_keeps_its_flips(
+    int8: tuple[Path, Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(int8[1], tmp_path / "s")
+    runs = [folder / run["run"] for run in int8[2]["runs"]]
+    before = [read_json(RunFolder(run).accuracy)["model.onnx"] for run in runs]
+    assert any(entry["flips"] for entry in before)
+    for run, entry in zip(runs, before, strict=True):
+        assert CliRunner().invoke(cli.main, ["evaluate", str(run / "model.onnx")]).exit_code == 0
+        assert read_json(RunFolder(run).accuracy)["model.onnx"] == entry | {"loss": pytest.approx(entry["loss"])}
+    path = RunFolder(runs[0]).mistakes
+    write_json(path, {**read_json(path), "model.onnx": []})  # of another runtime, with other flips
+    assert CliRunner().invoke(cli.main, ["evaluate", str(runs[0] / "model.onnx")]).exit_code == 0
+    assert "flips" not in read_json(RunFolder(runs[0]).accuracy)["model.onnx"]
 
 
 def test_a_row_without_counted_flips_has_none(int8: tuple[Path, Path, dict[str, Any]], tmp_path: Path) -> None:

@@ -273,10 +273,12 @@ def record_accuracy(
             return
         mistakes = read_record(files.mistakes, dict[str, list[int]]) or {}
         for row in evaluation["rows"]:
+            new, wrong = {k: v for k, v in row.items() if k in FileAccuracy.__annotations__}, row["mistakes"]
             for name in names.get(row["sha256"] or "", ()):
                 if "/" not in name and name != files.weights.name:
-                    accuracy[name] = {key: value for key, value in row.items() if key in FileAccuracy.__annotations__}
-                    mistakes[name] = row["mistakes"]
+                    same = (accuracy.get(name, {}).get("sha256"), mistakes.get(name)) == (row["sha256"], wrong)
+                    accuracy[name] = {**accuracy[name], **new} if same else new  # with the number of flips
+                    mistakes[name] = wrong
         write_json(files.mistakes, mistakes)
         write_json(files.accuracy, accuracy)
 
