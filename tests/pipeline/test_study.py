@@ -354,6 +354,20 @@ def test_an_evaluation_of_the_same_file_keeps_its_flips(
     assert "flips" not in read_json(RunFolder(runs[0]).accuracy)["model.onnx"]
 
 
+def test_a_file_that_was_exported_again_must_be_evaluated(
+    int8: tuple[Path, Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(int8[1], tmp_path / "s")
+    study, path = load_study(str(int8[0]), LONGER, rows=["control"]), folder / "control-seed0/model.onnx"
+    assert CliRunner().invoke(cli.main, ["export", str(path.parent), "--opset", "21"]).exit_code == 0
+    with pytest.raises(ArtifactError, match="has no accuracy of the present model.onnx") as caught:
+        run_study(study, StudyOptions(folder, seeds=1))
+    assert f"vitcompress evaluate {path}" in (caught.value.hint or "")
+    assert CliRunner().invoke(cli.main, ["evaluate", str(path)]).exit_code == 0
+    result = run_study(study, StudyOptions(folder, seeds=1))
+    assert result["runs"] == [{**int8[2]["runs"][0], "flips": None, "speedup": result["runs"][0]["speedup"]}]
+
+
 def test_a_row_without_counted_flips_has_none(int8: tuple[Path, Path, dict[str, Any]], tmp_path: Path) -> None:
     path, whole, before = int8
     folder = shutil.copytree(whole, tmp_path / "s")

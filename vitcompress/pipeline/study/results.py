@@ -1,5 +1,6 @@
 """The results of a study: speed, rows, comparisons of rows, and tables of both; speed.json, study.json, study.md."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
@@ -12,6 +13,7 @@ import numpy as np
 from vitcompress.bench import accuracy, machine, suite
 from vitcompress.bench.report.records import BenchRecord
 from vitcompress.bench.report.run import read_report
+from vitcompress.errors import ArtifactError
 from vitcompress.exporters.onnx.export import ONNX
 from vitcompress.exporters.runtimes import RunnerOptions, open_runner
 from vitcompress.exporters.sidecar import DENSE, sidecar_path
@@ -124,6 +126,10 @@ def write_results(folder: Path, study: Study, runs: Sequence[Run], speed: Speed 
 
 def _run_record(run: Run, report: dict[str, Any], speed: Speed | None) -> dict[str, Any]:
     """One row with one seed: counts, cost, speed relative to the dense model, what was removed and kept."""
+    if run.evaluated not in report["accuracy"]:  # the file was exported again
+        file = shlex.quote(str(run.folder / run.evaluated))
+        message = f"the report of {run.folder} has no accuracy of the present {run.evaluated}"
+        raise ArtifactError(message, hint=f"`vitcompress evaluate {file}` counts it; then repeat this command")
     accuracy, cost, plan = report["accuracy"][run.evaluated], report["cost"], report["plan"]
     ratio = next((r for r in speed["ratios"] if r["b"] == run.name), None) if speed else None
     # The exported file that was measured must classify as many images correctly as the model.
