@@ -14,6 +14,7 @@ from command_line import expect_error, images
 from whole_runs import SMALL, tree, with_steps
 
 from vitcompress.errors import ArtifactError, DataError, InputError, OutputError, PlanError, WeightsError
+from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import save_tensors
 from vitcompress.models.checkpoint import write_model
 from vitcompress.models.create import create_model
@@ -129,13 +130,34 @@ def test_fresh_removes_exports_of_any_name(small: Path) -> None:
     assert not list(result.folder.glob("*.onnx*"))
 
 
+def test_the_files_of_exports_are_those_of_the_run(tmp_path: Path) -> None:
+    beside = {
+        "onnx": ("data", "json", "dsse"),
+        "xml": ("json",),
+        "bin": (),
+        "engine": ("json", "layers.json", "onnx.json"),
+    }
+    names = {f"model.{kind}{end}" for kind, more in beside.items() for end in ("", *(f".{one}" for one in more))}
+    names |= {"model.engine.onnx", "model-int8+bf16.xml", "model-fp16-uint8.onnx", "dense-fp16.rtx.engine", "dense.bin"}
+    names |= {"model.safetensors", "standard.safetensors"}
+    for name in names:
+        (tmp_path / name).touch()
+    assert {path.name for path in RunFolder(tmp_path).run_files() if path.exists()} == names
+
+
 def test_fresh_starts_over_and_keeps_other_files(small: Path) -> None:
-    (small / "run" / "notes.txt").write_text("mine")
+    own = [
+        small / "run" / name for name in ("notes.txt", "model-card.md", "dense.txt", "model.onnx.old", "standard.py")
+    ]
+    own.append(small / "run" / "model.notes" / "model.onnx")
+    own[-1].parent.mkdir()
+    for path in own:
+        path.write_text("mine")
     (small / "run" / "state" / ".a.json.12345678.part").write_text("half")
     dense = tree(next(small.glob("dense-*")))
     weights = (small / "run" / "model.safetensors").read_bytes()
     result, progress = world.run(small, *world.BARE, "finetune.epochs=2", fresh=True)
-    assert (small / "run" / "notes.txt").read_text() == "mine"
+    assert all(path.read_text() == "mine" for path in own)
     assert not list((small / "run").rglob("*.part"))
     assert (
         "Fine-tune the pruned model" in progress.stages and "epochs = 2" in (result.folder / "recipe.toml").read_text()

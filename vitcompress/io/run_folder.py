@@ -1,12 +1,13 @@
 """The files of a run folder. No other module spells their names."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-# -*: in another precision, or with bytes as input
-EXPORTS = ("model.*", "model-*.*", "standard.*", "dense.*", "dense-*.*")
+# Exports with their default names (-*: in another precision, or with bytes as input), and what is beside them.
+EXPORT = r"(model|dense)(-.+)?\.(onnx|xml|bin|(rtx\.)?engine)(\.onnx|\.layers)?(\.json|\.data|\.dsse)?"
 SIGNATURE = ".dsse"  # added to the name of the signed file
 
 
@@ -95,9 +96,9 @@ class RunFolder:
         done. The recipe comes last: without it the folder belongs to no run.
         """
         yield from (self.manifest, self.report, self.markdown, self.html, self.verification, self.benchmark)
-        for pattern in EXPORTS:
-            yield from sorted(self.path.glob(pattern))
-        yield from (self.failed, self.signature, self.plan, self.log, self.warnings, self.tensorboard)
+        yield from sorted(path for path in self.path.glob("*.*") if re.fullmatch(EXPORT, path.name))
+        yield from (self.weights, self.standard, self.failed, self.signature, self.plan)
+        yield from (self.log, self.warnings, self.tensorboard)
         linked = self.state.is_symlink()  # nothing behind a link belongs to the run
         yield from (path for path in sorted(self.state.glob("*")) if path.name != self.lock.name and not linked)
         yield self.recipe
