@@ -1,6 +1,7 @@
 """`--precision fastest` measures the candidates, and keeps the fastest one that passes its checks."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,6 +96,15 @@ def test_a_format_that_does_not_run_here_is_rejected_at_once(folder: Path) -> No
         pytest.skip("it runs")
     done = export(folder, "--format", "trt-rtx")
     assert done["code"] == 2 and reason in done["error"] and "tmp" not in done["error"]
+
+
+def test_a_format_that_does_not_run_here_leaves_the_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "openvino"] + ["openvino"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    done = export(folder)
+    assert (done["code"], done["format"], done["verdict"]) == (0, "onnx", "passed")
+    others = [row for row in done["candidates"] if row["format"] == "openvino"]
+    assert len(others) == 4 and all("openvino is not installed" in row["result"] for row in others)
 
 
 def test_options_of_int8_do_not_keep_fp32_from_being_chosen() -> None:

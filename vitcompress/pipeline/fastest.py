@@ -61,8 +61,6 @@ def choose_fastest(
     if out:
         formats = tuple(name for name in formats if find_exporter(name).file_suffix == out.suffix) or formats
         check_name(find_exporter(formats[0]), folder, out, dense=dense)
-    if reason := next(filter(None, (find_exporter(name).cannot_run() for name in formats)), None):
-        raise InputError(f"{', '.join(formats)} files cannot be measured here: {reason}", hint="use another --format")
     candidates = list(chain.from_iterable(map(list_candidates, formats)))
     exports, problem = list[tuple[Candidate, Exported]](), None
     write = partial(export_folder, folder, dense=dense, traces={})
@@ -70,8 +68,10 @@ def choose_fastest(
         for candidate in candidates:
             used = options_for(options, candidate)
             path = Path(temporary) / f"{candidate.format}{used.label}{find_exporter(candidate.format).file_suffix}"
-            progress.stage(f"Export {path.name}")
             try:
+                if reason := find_exporter(candidate.format).cannot_run():
+                    raise InputError(f"{candidate.format} cannot run here: {reason}", hint="use another --format")
+                progress.stage(f"Export {path.name}")
                 exported = write(candidate.format, options=used, out=path)
                 open_runner(path).close()  # not every machine runs what it can write
                 exports.append((candidate, exported))
