@@ -45,7 +45,7 @@ Sizes = dict[str, Annotated[float, Strict(), Ge(0)]]
 class Calibration:
     """Called with the ONNX file of `model` in fp32, returns its ranges (`ModelInfo.calibrate`).
 
-    training: images of the training data; None: those of the run in `folder`. files: the folder that keeps the ranges,
+    training: images of the training data; None: those of the run in `files`. files: the folder that keeps the ranges,
     if it has a plan.
     """
 

@@ -128,7 +128,7 @@ def claim_folder(folder: Path, progress: Progress | None = None) -> Iterator[Non
 
 
 def claim_run(folder: Path) -> AbstractContextManager[None]:
-    """`claim_folder` of a run that may be working in `folder`; nothing for other and read-only folders, and links."""
+    """Lock `folder` against a run that may be working in it. Nothing is locked without a writable lock file."""
     lock = RunFolder(RunFolder(folder).state).lock
     usable = os.access(lock, os.W_OK) and not (lock.is_symlink() or lock.parent.is_symlink())
     return claim_folder(lock.parent) if usable else nullcontext()

@@ -132,7 +132,7 @@ def search(
 ) -> LayerSearch:
     """Search the smallest set of layers, including `fixed`, that passes in fp32, with the others in `precision`.
 
-    ranked: layers in the order in which they are tried, always twice as many, instead of the kinds of layers.
+    ranked: layers, the most sensitive first; the first 1, 2, 4, ... of them are tried instead of kinds of layers.
     ranges: of fp16; layers whose results overflow belong to every set (PrecisionError if none avoids that).
     """
     model = original.model
@@ -206,7 +206,7 @@ class _Trials:
 
 
 def minimize(items: Sequence[str], passes: Callable[[Sequence[str]], bool]) -> list[str]:
-    """A part of `items` that passes and of which no item can be omitted, if `items` pass (ddmin of the paper)."""
+    """A part of one or more of `items` that passes and of which no item can be omitted, if `items` pass (ddmin)."""
     left, parts = list(items), 2
     while len(left) >= 2:
         pieces = [left[len(left) * i // parts : len(left) * (i + 1) // parts] for i in range(parts)]

@@ -132,7 +132,7 @@ def refresh_reports(
 
 @contextmanager
 def _note_errors(folder: Path, progress: Progress) -> Iterator[None]:
-    """A report that cannot be updated, as in a read-only folder, is a note: the result of the command is valid."""
+    """Turn errors of this block, which updates a report, into notes: the result of the command stays valid."""
     try:
         yield
     except (VitcompressError, OSError) as error:  # OSError: a file is missing

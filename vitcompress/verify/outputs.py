@@ -112,7 +112,7 @@ def compare(expected: Tensor, outputs: Tensor, limits: "Limits", image: Tensor |
     image: the image of each row, (rows,): an image that was evaluated at several batch sizes counts once, as a flip if
     any of its rows is one. None: each row is an image.
     """
-    image = torch.arange(len(expected)) if image is None else image
+    numbers = torch.arange(len(expected)) if image is None else image
     exact, outputs = expected.double(), outputs.double()
     scale = largest_logit(exact)
     best = two_best(exact)
@@ -122,10 +122,10 @@ def compare(expected: Tensor, outputs: Tensor, limits: "Limits", image: Tensor |
     explained = limits.norm * scale / exact.norm(dim=1).clamp(min=1e-300)  # the sine of the angle; 1: any angle
     turns = torch.where(explained < 1, 1 - (1 - explained**2).clamp(min=0).sqrt(), 2.0).clamp(min=limits.share**2 / 2)
     nearest = ((1 - cosine) / turns).argmax()
-    total, flips, errors = (len(torch.unique(images)) for images in (image, image[flipped], image[unexplained]))
+    total, flips, wrong = (len(torch.unique(n)) for n in (numbers, numbers[flipped], numbers[unexplained]))
     error = largest_difference(exact, outputs) / scale
     kl = kl_divergence(exact, outputs)
-    return Comparison(total, flips, errors, float(kl.max()), float(cosine[nearest]), float(turns[nearest]), error)
+    return Comparison(total, flips, wrong, float(kl.max()), float(cosine[nearest]), float(turns[nearest]), error)
 
 
 def two_best(logits: Tensor) -> Tensor:

@@ -118,10 +118,10 @@ def rounding_limit(model: nn.Module, images: Tensor, dtype: torch.dtype | None =
     generator = torch.Generator().manual_seed(0)
 
     def perturbed(x: Tensor) -> Tensor:
-        rounding = _Rounding(drawn, sums, generator)
-        changed = {name: rounding.rounded(value) for name, value in parameters.items()}
-        with rounding:
-            return cast(Tensor, functional_call(wide, changed, (rounding.rounded(x),)))
+        errors = _RandomErrors(drawn, sums, generator)
+        changed = {name: errors.perturb(value) for name, value in parameters.items()}
+        with errors:
+            return cast(Tensor, functional_call(wide, changed, (errors.perturb(x),)))
 
     with SeparateOperations():
         return _limit(wide, images, perturbed, each / drawn)
@@ -251,14 +251,14 @@ def _limit(wide: nn.Module, images: Tensor, perturbed: Callable[[Tensor], Tensor
     return Rounding(factor * errors, factor * norms, (factor * roots) ** 2)
 
 
-class _Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _RandomErrors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While active, adds random rounding errors to every result of torch."""
 
     def __init__(self, each: float, sums: float, generator: torch.Generator) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.each, self.sums, self.generator = each, sums, generator
 
-    def rounded(self, exact: Tensor) -> Tensor:
+    def perturb(self, exact: Tensor) -> Tensor:
         return exact + exact * _uniform(exact, self.generator) * self.each * math.sqrt(3)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

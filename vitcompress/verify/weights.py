@@ -2,7 +2,7 @@
 
 The plan states the shape of each tensor of the deployed model, by arithmetic on the shapes of the dense model. Each
 tensor of a file must have the values of one tensor of the model, as they are or transposed, or be a constant of the
-graph. So no weight of the dense model, no masked weight and no layer of a folded pair remains in a file unnoticed.
+graph, as all of up to 64 values are. So no larger dense or masked weight or folded layer remains in a file unnoticed.
 """
 
 import hashlib

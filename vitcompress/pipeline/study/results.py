@@ -91,18 +91,16 @@ def write_results(folder: Path, study: Study, runs: Sequence[Run], speed: Speed 
     """Write study.json and study.md; returns the content of study.json, which has no paths."""
     reports: list[dict[str, Any]] = [dict(read_report(run.folder)) for run in runs]
     records = [_run_record(run, report, speed) for run, report in zip(runs, reports, strict=True)]
-    masks, models = dict[str, list[np.ndarray]](), dict[str, list[np.ndarray]]()
+    of_files, of_models = dict[str, list[np.ndarray]](), dict[str, list[np.ndarray]]()
     for run, record in zip(runs, records, strict=True):
         wrong = read_record(RunFolder(run.folder).mistakes, dict[str, list[int]])
-        for of_rows, name in ((masks, run.evaluated), (models, "compressed")):
-            mask = np.ones(record["total"], bool)
-            mask[wrong[name]] = False
-            of_rows.setdefault(run.row.name, []).append(mask)
+        for masks, name in ((of_files, run.evaluated), (of_models, "compressed")):
+            masks.setdefault(run.row.name, []).append(~np.isin(np.arange(record["total"]), wrong[name]))
     rows = [_row_record(row, [record for record in records if record["row"] == row.name]) for row in study.rows]
     for row in rows:
         row["against"] = [curve for curve in row["against"] if any(other["curve"] == curve for other in rows)]
     for row in rows if any(record["flips"] is not None for record in records) else ():
-        test = mcnemar(np.concatenate(models[row["row"]]), np.concatenate(masks[row["row"]]))
+        test = mcnemar(np.concatenate(of_models[row["row"]]), np.concatenate(of_files[row["row"]]))
         row |= {"only_model": test["only_a"], "only_file": test["only_b"], "p_value": test["p_value"]}
     dense = {run.seed: report["accuracy"]["dense"] for run, report in zip(runs, reports, strict=True)}
     seeds = [{"seed": seed, **{key: accuracy[key] for key in COUNTS}} for seed, accuracy in dense.items()]
@@ -114,7 +112,7 @@ def write_results(folder: Path, study: Study, runs: Sequence[Run], speed: Speed 
         "seeds": len(seeds),
         "dense": {"seeds": seeds, **_spread(seeds), "cost": reports[0]["cost"]["dense"]},
         "rows": rows,
-        "pairs": compare_rows(rows, masks),
+        "pairs": compare_rows(rows, of_files),
         "runs": records,
         "speed": speed,
         "trained_on": machine.facts(),
