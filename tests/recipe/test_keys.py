@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 from click.testing import CliRunner
 from command_line import begin, expect_error
+from packages import write_package
 
 from vitcompress import cli, recipes
 from vitcompress.methods.table import METHODS, find_method
@@ -71,6 +72,18 @@ def test_a_misspelled_method_is_corrected() -> None:
     for name in ("hetdtp", "HetDPT+"):
         assert "did you mean hetdpt" in expect_error("recipes", "keys", name)
     assert "is a study" in expect_error("recipes", "keys", "digits")
+
+
+def test_the_name_of_a_method_of_another_package_is_no_abbreviation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`up` is upvit, unless a package declares a method of this name; names of built-in methods take precedence."""
+    upvit, sero = keys_of("up", every=False), keys_of("sero", every=False)
+    points = "\n".join(f"{name} = vitcompress.methods.sero.method:SERO" for name in ("up", "Nose", "fixed", "extra"))
+    monkeypatch.syspath_prepend(write_package(tmp_path / "package", "methods", points))
+    assert upvit == keys_of("upvit", every=False) == keys_of("UP-ViT", every=False) == keys_of("upv", every=False)
+    assert keys_of("up", every=False) == keys_of("Nose", every=False) == keys_of("extra", every=False) == sero != upvit
+    assert "pruned_layers" in {key.key.rpartition(".")[2] for key in keys_of("fixed") + keys_of("nose")}
 
 
 def test_the_command_and_the_hint_at_an_unknown_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,9 +100,9 @@ def _options(source: str) -> type[Any] | None:
     if source not in OPTIONS and (source in names or source.endswith(".toml") or Path(source).exists()):
         return None
     start = source.lower().replace("-", "")
-    matches = [start] if start in OPTIONS else [name for name in OPTIONS if name.startswith(start)]
-    if len(matches) == 1 or source in plugin_names("methods"):
-        return find_options(matches[0] if len(matches) == 1 else source)
+    exact = [name for name in (source, start) if name in (*OPTIONS, *plugin_names("methods"))]
+    if len(matches := exact[:1] or [name for name in OPTIONS if name.startswith(start)]) == 1:
+        return find_options(matches[0])
     hint = "methods: {names}; `vitcompress recipes` lists the recipes, `recipes keys fold --all` the keys of all tables"
     return find_by_name(source, OPTIONS, "methods", "recipe and no method called", names, hint)
 
