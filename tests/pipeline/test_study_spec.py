@@ -204,9 +204,38 @@ def test_a_recipe_is_no_study_and_a_study_no_recipe(tiny: Path, monkeypatch: pyt
         assert error["hint"] == f"`vitcompress {other} {source}` runs it"
 
 
-@pytest.mark.parametrize("change", ["model.args.depth=3", "dense.lr=1e-3", " data.source=tinted"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        "model.args.depth=3",
+        ".model.args.depth=3",
+        "model[args][depth]=3",
+        "dense.lr=1e-3",
+        "dense=",
+        " data.source=tinted",
+        "run={device='cpu', threads=1, amp='bf16'}",
+    ],
+)
 def test_a_row_cannot_change_the_dense_model_of_all_rows(change: str, tmp_path: Path) -> None:
     path = tmp_path / "own.toml"
-    path.write_text(TINY + f"set = [{change!r}]\n")
-    with pytest.raises(RecipeError, match=r"row random_2\.set   changes model, data or dense, which all rows share"):
+    path.write_text(TINY + f"set = {json.dumps([change])}\n")
+    message = r"row random_2\.set   changes model, data, dense or run\.amp, which all rows share"
+    with pytest.raises(RecipeError, match=message):
         load_study(str(path))
+
+
+@pytest.mark.parametrize("change", ["finetune[epochs]=50", " finetune . epochs = 50", "finetune={lr=1e-3, epochs=50}"])
+def test_a_row_cannot_set_the_epochs_that_follow_from_the_total(change: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(TINY + f"set = {json.dumps([change])}\n")
+    with pytest.raises(RecipeError, match=r"row random_2\.set   follows from the study's total: set epochs instead"):
+        load_study(str(path))
+
+
+def test_a_row_may_replace_other_tables_and_set_what_the_base_has(tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    sets = ["finetune={lr=1e-4, warmup_epochs=0}", "model.args.depth=2", "run.threads=2", "bench.runs=3"]
+    path.write_text(TINY + f"set = {json.dumps(sets)}\n")
+    control, row = (row.recipe for row in load_study(str(path)).rows)
+    assert (row.finetune.lr, row.finetune.epochs, row.run.threads) == (1e-4, control.finetune.epochs, 2)
+    assert row.model == control.model

@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -11,8 +12,10 @@ from pydantic import BaseModel, JsonValue
 from vitcompress.errors import InputError, RecipeError, did_you_mean
 from vitcompress.exporters.options import Positive
 from vitcompress.io.run_folder import RunFolder
+from vitcompress.io.text import flatten
 from vitcompress.io.validation import STRICT, Doc, Matching, validate, validate_options
 from vitcompress.methods.options import find_options
+from vitcompress.plan import is_within
 from vitcompress.recipe.load import assign, build_recipe, key_path, read_table
 from vitcompress.recipe.schema import ProtocolTable, Recipe
 
@@ -171,9 +174,16 @@ def _contradictions(tables: _Tables, selected: Sequence[RowTable], sets: Sequenc
     for own, curve in ((row, curve) for row in tables.row for curve in row.against):
         if curve not in (others := curves - {own.curve}):
             yield f"row {own.name}.against   got {curve!r}, expected another row's curve{did_you_mean(curve, others)}"
-    finetune = tables.base.get("finetune")
-    places = ["base.finetune.epochs"] if isinstance(finetune, dict) and "epochs" in finetune else []
-    places += [f"row {row.name}.set" for row in tables.row if "finetune.epochs" in " ".join(row.set)]
+    base = dict(flatten(tables.base))
+    places = ["base.finetune.epochs"] if "finetune.epochs" in base else []
+    for row in tables.row:
+        data = dict[str, object](deepcopy(tables.base))
+        for text in row.set:
+            assign(data, text)  # mistakes in it are reported with the row's recipe
+        changed = [key for key, _ in base.items() ^ flatten(data)]
+        places += [f"row {row.name}.set"] if "finetune.epochs" in changed else []
+        if any(is_within(key, ("model", "data", "dense", "run.amp")) for key in changed):
+            yield f"row {row.name}.set   changes model, data, dense or run.amp, which all rows share: set base"
     yield from (f"{place}   follows from the study's total: set epochs instead" for place in places)
     of_rows = (key for key in ("name", "summary", "step") if key in tables.base)
     yield from (f"base.{key}   has no effect: every row has its own" for key in of_rows)
@@ -181,8 +191,6 @@ def _contradictions(tables: _Tables, selected: Sequence[RowTable], sets: Sequenc
         match key_path(text):
             case ["row", int(number), *_] if any(row not in selected for row in tables.row[number : number + 1]):
                 yield f"--set {text}   has no effect: the row {tables.row[number].name} is not selected"
-    other = (row.name for row in tables.row if any(s.strip().startswith(("model", "data", "dense")) for s in row.set))
-    yield from (f"row {name}.set   changes model, data or dense, which all rows share: set base" for name in other)
     for method, options in tables.options.items():
         steps = [step for row in selected for step in row.step if step.get("method") == method]
         problems = list[str]()
