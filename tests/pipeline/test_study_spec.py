@@ -166,6 +166,29 @@ def test_a_study_takes_the_tables_of_another_except_its_own(tiny: Path, tmp_path
     assert error_of(str(path)).startswith("there is no study called 'digit', and no such file; nearest: digits")
 
 
+def test_a_study_like_one_that_is_like_another_has_the_tables_of_both(tiny: Path, tmp_path: Path) -> None:
+    rows = TINY[TINY.index("[[row]]") :]
+    second, third = tmp_path / "second.toml", tmp_path / "third.toml"
+    second.write_text(f'like = "{tiny}"\nepochs = 7\n[speed]\nruns = 5\n[base.export]\nformats = ["onnx"]\n{rows}')
+    third.write_text(f'like = "{second}"\nepochs = 3\n[base.run]\nthreads = 2\ndevice = "cpu"\n{rows}')
+    first, own = load_study(str(tiny)), load_study(str(third))
+    assert own.speed == replace(first.speed, runs=5) == load_study(str(second)).speed
+    for row, other in zip(first.rows, own.rows, strict=True):
+        assert other.recipe.finetune.epochs == 2
+        assert (other.recipe.model, other.recipe.dense) == (row.recipe.model, row.recipe.dense)
+        assert (other.recipe.export.formats, other.recipe.run.threads) == (("onnx",), 2)
+
+
+def test_a_study_cannot_be_like_itself(tmp_path: Path) -> None:
+    rows = TINY[TINY.index("[[row]]") :]
+    first, second = tmp_path / "first.toml", tmp_path / "second.toml"
+    first.write_text(f'like = "{second}"\nepochs = 7\n{rows}')
+    for like, chain in ((second, (second, second)), (first, (second, first, second))):
+        second.write_text(f'like = "{like}"\nepochs = 7\n{rows}')
+        words = f"like   must not lead to the same study again: {' -> '.join(map(str, chain))}"
+        assert words in error_of(str(second)), "one problem, not a recursion without end"
+
+
 def test_a_dry_run_counts_the_cost_of_rows_and_writes_nothing(tiny: Path, tmp_path: Path) -> None:
     updates = Rows()
     result = run.dry_run_study(load_study(str(tiny)), run.StudyOptions(tmp_path / "s", seeds=2), updates)

@@ -102,14 +102,17 @@ def load_study(source: str, sets: Sequence[str] = (), rows: Sequence[str] = ()) 
     Raises RecipeError with every mistake, and InputError, with the nearest names, if there is no such study or row.
     """
     name, data = read_table("study", source)
-    other = read_table("study", like)[1] if isinstance(like := data.get("like"), str) else {}
-    for key in ("speed", "base", "options"):
-        shared, own = other.get(key), data.get(key, {})
-        if isinstance(shared, dict) and isinstance(own, dict):
-            data[key] = {**shared, **own}
-    label = f"of the study {source}"
+    label, chain, other = f"of the study {source}", [source], data
+    while isinstance(like := other.get("like"), str):
+        if like in chain:
+            raise RecipeError(label, [f"like   must not lead to the same study again: {' -> '.join([*chain, like])}"])
+        chain, other = [*chain, like], read_table("study", like)[1]
+        for key in ("speed", "base", "options"):
+            shared, own = other.get(key), data.get(key, {})
+            if isinstance(shared, dict) and isinstance(own, dict):
+                data[key] = {**shared, **own}
     problems = [problem for text in sets if (problem := assign(data, text, strict=True))]
-    if data.get("like") != like:
+    if any(key_path(text)[:1] == ["like"] for text in sets):
         keys = ", ".join(key for key in _Tables.model_fields if key != "like")
         problems.append(f"like   is only read from the file, --set changes {keys}")
     tables = validate(_Tables, data, "", problems)
