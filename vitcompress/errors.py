@@ -34,6 +34,9 @@ class VitcompressError(Exception):
         if self.hint:
             self.add_note(self.hint)
 
+    def __reduce__(self) -> tuple[object, ...]:  # for processes; subclasses take other arguments than `args`
+        return type(self).__new__, (type(self), *self.args), vars(self)
+
     def sentence(self, separator: str = "; ") -> str:
         """The message and, if there is one, the hint in one line."""
         return f"{self.message}{separator}{self.hint}" if self.hint else self.message
