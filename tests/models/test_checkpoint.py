@@ -361,11 +361,22 @@ def test_options_of_a_script_that_would_run_code_are_rejected(tmp_path: Path, mo
     assert not Path("owned").exists()
 
 
-@pytest.mark.parametrize("content", [[torch.zeros(1)], {"a": 1}, {"model": {"a": "b"}}, torch.zeros(2)])
+@pytest.mark.parametrize(
+    "content",
+    [
+        [torch.zeros(1)],
+        torch.zeros(2),
+        {"a": 1},
+        {0: torch.zeros(2)},
+        {"model": {"a": "b"}},
+        {"model": {0: torch.zeros(2), "a": torch.zeros(2)}},
+    ],
+)
 def test_files_that_are_no_state_dict(content: object, tmp_path: Path) -> None:
     torch.save(content, tmp_path / "w.pth")
-    with pytest.raises(WeightsError, match="not a state dict of tensors"):
-        load_tensors(tmp_path / "w.pth")
+    for read in (load_tensors, read_checkpoint):
+        with pytest.raises(WeightsError, match="not a state dict of tensors"):
+            read(tmp_path / "w.pth")
 
 
 @pytest.mark.parametrize("name", ["missing.safetensors", "missing.pth", "."])

@@ -84,7 +84,8 @@ def read_checkpoint(path: Path, *, wrapped: bool = True) -> tuple[dict[str, Tens
         content = _read_pytorch(path)
         part = next((key for key in PARTS if isinstance(content, dict) and isinstance(content.get(key), dict)), None)
         tensors = content if part is None else content[part]
-        if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
+        named = isinstance(tensors, dict) and all(isinstance(name, str) for name in tensors)
+        if not named or not all(isinstance(value, Tensor) for value in tensors.values()):
             raise WeightsError(f"{path} is not a state dict of tensors", hint="save model.state_dict()")
         content = {} if part is None else {**content, part: None}
     tensors.pop("n_averaged", None)  # of torch.optim.swa_utils.AveragedModel
