@@ -92,3 +92,13 @@ def test_the_first_differences_of_two_tables_are_described() -> None:
     ]
     described = describe_differences({}, dict.fromkeys("abcde", 1))
     assert described[2:] == ["c is not set there, 1 here", "2 more"]
+
+
+def test_empty_tables_and_lists_differ_from_keys_that_are_not_set() -> None:
+    for empty in ([], {}):
+        assert describe_differences({"a": {"b": empty}}, {"a": {}}) == [f"a.b is {empty} there, not set here"]
+        assert describe_differences({}, {"a": empty}) == [f"a is not set there, {empty} here"]
+        assert not describe_differences({"a": empty}, {"a": empty}) + describe_differences(empty, empty)
+    assert describe_differences({"a": []}, {"a": {}}) == ["a is [] there, {} here"]
+    assert describe_differences({"a": ["x"]}, {"a": []}) == ["a.0 is 'x' there, not set here"]
+    assert describe_differences({"a": {}}, {"a": {"b": 2}}) == ["a.b is not set there, 2 here"]

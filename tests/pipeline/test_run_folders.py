@@ -5,6 +5,7 @@ import logging
 import shutil
 import tomllib
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,12 @@ def test_the_difference_tells_which_run_is_structure_only(tmp_path: Path) -> Non
     assert difference(whole, structure) == ["a whole run there, structure only here"]
     assert difference(structure, whole) == ["structure only there, a whole run here"]
     assert difference(whole, f"{whole}# a comment\n") == ["written by another version"]
+
+
+def test_the_difference_names_a_list_that_one_recipe_leaves_empty(tmp_path: Path) -> None:
+    recipe = world.recipe(tmp_path)
+    texts = [replace(recipe, bench=replace(recipe.bench, runtimes=runtimes)).to_toml() for runtimes in (None, ())]
+    assert difference(*texts) == ["bench.runtimes is not set there, [] here"]
 
 
 def unlocked(folder: Path) -> dict[str, int]:

@@ -161,10 +161,10 @@ SHOWN = 3  # differences in a message
 
 def flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
     """Nested tables and lists as pairs of dotted key and value: `("finetune.epochs", "10")`."""
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
-    if items is None:
-        yield name, repr(value)
-    for key, inner in items or ():
+    table = dict(enumerate(value)) if isinstance(value, list) else value
+    if not isinstance(table, Mapping) or (name and not table):
+        return (yield name, repr(value))
+    for key, inner in table.items():
         yield from flatten(inner, f"{name}.{key}" if name else str(key))
 
 
@@ -172,5 +172,6 @@ def describe_differences(there: Any, here: Any) -> list[str]:
     """One sentence for each of the first differences between two tables, and the number of others."""
     before, now = dict(flatten(there)), dict(flatten(here))
     keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    keys = [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]  # empty on one side only
     lines = [f"{key} is {before.get(key, 'not set')} there, {now.get(key, 'not set')} here" for key in keys[:SHOWN]]
     return [*lines, *([f"{len(keys) - SHOWN} more"] if len(keys) > SHOWN else [])]
