@@ -63,6 +63,12 @@ def test_all_files_of_a_recipe_are_recorded_from_the_root(tmp_path: Path, monkey
         )
 
 
+def test_only_none_keeps_the_formats_of_the_recipe() -> None:
+    recipe = load_recipe("digits_random", ["export.formats=['onnx']"])
+    for formats, expected in ((None, ("onnx",)), ((), ()), (("openvino",), ("openvino",))):
+        assert apply_options(recipe, RunOptions(export=formats)).export == replace(recipe.export, formats=expected)
+
+
 def test_a_run_trains_where_the_caller_disables_gradients(tmp_path: Path) -> None:
     with torch.no_grad():
         result, _ = world.run(tmp_path, *world.BARE, "data.heldout=0", text=SMALL)

@@ -91,7 +91,7 @@ def apply_options(recipe: Recipe, options: RunOptions, data: Splits | None = Non
         model=replace(recipe.model, weights=_absolute(weights), class_names=_absolute(class_names)),
         dense=recipe.dense if weights == "train" else None,
         finetune=replace(recipe.finetune, teacher=teacher, teacher_weights=_absolute(teacher_weights)),
-        export=replace(recipe.export, formats=options.export) if options.export else recipe.export,
+        export=recipe.export if options.export is None else replace(recipe.export, formats=options.export),
         run=replace(recipe.run, device=options.device) if options.device else recipe.run,
     )
 
