@@ -11,7 +11,8 @@ from vitcompress import recipes
 from vitcompress.errors import InputError, RecipeError
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.methods.table import METHODS
-from vitcompress.recipe.load import build_recipe, dense_key, load_recipe
+from vitcompress.pipeline.job import RunOptions
+from vitcompress.recipe.load import build_recipe, dense_key, load_recipe, load_recipe_of_run
 from vitcompress.recipe.schema import Recipe
 
 SMALL = """
@@ -59,6 +60,18 @@ def test_a_recipe_has_the_name_of_its_file_and_all_defaults(file: Path) -> None:
     assert isinstance(recipe.steps[0].options, METHODS["hetdpt"].options)
     assert recipe.finetune.lr == 1.0 and recipe.finetune.epochs == 3 and recipe.run.seed == 0
     assert recipe.export.formats == ("onnx",)
+
+
+@pytest.mark.parametrize("change", ["name=", "name=''"])
+def test_without_a_name_a_recipe_has_that_of_its_file(file: Path, change: str) -> None:
+    """Its run folder was runs/ itself."""
+    named = file.with_name("other.toml")
+    named.write_text(f'name = "mine"\n{file.read_text()}')
+    assert load_recipe(named).name == "mine"
+    assert [load_recipe(source, change).name for source in (named, "digits_random")] == ["other", "digits_random"]
+    assert RunOptions().folder(load_recipe(file, change)) == Path("runs", file.stem).resolve()
+    named.write_text(f'name = ""\n{file.read_text()}')
+    assert load_recipe(named).name == load_recipe_of_run(named).name == "other"
 
 
 def test_all_problems_are_reported_at_once(file: Path) -> None:

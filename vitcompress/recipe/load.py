@@ -33,8 +33,7 @@ def load_recipe(
     weights that are not trained. Raises RecipeError with all problems, and InputError, which names the nearest, if
     there is no such recipe.
     """
-    name, data = read_table("recipe", source := str(source))
-    data = {"name": name, **data}
+    _, data = read_table("recipe", source := str(source))
     changes: dict[str, object] = {} if model is None else {"name": model, "args": {}}
     changes |= {} if weights is None else {"weights": weights}
     if isinstance(table := data.get("model"), dict):
@@ -52,8 +51,7 @@ def load_recipe_of_run(path: Path) -> Recipe:
     from vitcompress.io.manifest import check_unchanged  # imports torch
 
     check_unchanged(path.parent, path)
-    name, data = read_table("recipe", str(path))
-    return build_recipe(str(path), {"name": name, **data, **ANY_STEP})
+    return build_recipe(str(path), {**read_table("recipe", str(path))[1], **ANY_STEP})
 
 
 def parse_toml(source: str, text: str) -> dict[str, Any]:
@@ -66,9 +64,13 @@ def parse_toml(source: str, text: str) -> dict[str, Any]:
 
 
 def build_recipe(source: str, data: dict[str, object], sets: Sequence[str] = ()) -> Recipe:
-    """Validate `data`, the content of a recipe's TOML, after applying `sets`. Raises RecipeError with all problems."""
+    """Validate `data`, the content of a recipe's TOML, after applying `sets`. Raises RecipeError with all problems.
+
+    source: name or file of the recipe, which is also its name if `data` has none.
+    """
     data = deepcopy(data)
     problems = [problem for text in sets if (problem := assign(data, text))]
+    data["name"] = Path(source).stem if data.get("name", "") == "" else data["name"]
     raw_steps, finetune = data.get("step", []), data.get("finetune")
     if isinstance(finetune, dict) and "teacher" in finetune:
         finetune.setdefault("distillation", "soft")

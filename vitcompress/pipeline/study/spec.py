@@ -156,7 +156,7 @@ def epochs_outside_recovery(recipe: Recipe) -> int:
 def _build_row(study: str, tables: _Tables, row: RowTable, wrong: dict[str, list[str]]) -> Row | None:
     """The row with its recipe; adds its problems to `wrong`: problem -> names of rows."""
     steps = [{**tables.options.get(str(step.get("method")), {}), **step} for step in row.step]
-    data: dict[str, object] = {"name": row.name, "summary": f"{study}: {row.title}", **tables.base, "step": steps}
+    data: dict[str, object] = {"summary": f"{study}: {row.title}", **tables.base, "step": steps}
     try:
         recipe = build_recipe(row.name, data, row.set)
     except RecipeError as error:
