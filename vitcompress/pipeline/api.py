@@ -111,7 +111,8 @@ def plan(
         device: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`, or a torch.device.
         folder: for measurements and training states, so that a stopped call with the same arguments can continue; None:
             a temporary folder.
-        training: fields of `TrainOptions` for methods that train, such as `batch_size` and `augmentation`.
+        training: fields of `TrainOptions` for methods that train, such as `batch_size` and `augmentation`. Of these,
+            methods that only measure use the `batch_size`, and those that rank by weights alone none.
         options: of the method (`vitcompress recipes keys NAME`), all with defaults; with `target="latency"` and
             `amount` in ms, the sizes are chosen by measurements on this machine.
 
