@@ -87,3 +87,19 @@ def test_a_relative_folder_is_not_named_in_its_records(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     check = Check("onnx", "not_run", command=f"vitcompress export {tmp_path / 'run'} --format onnx")
     assert check.to_dict(Path("run"))["command"] == "vitcompress export DIR --format onnx"
+
+
+@pytest.mark.parametrize(
+    ("folder", "text", "expected"),
+    [
+        ("/a/run", "there is no /a/run2/x", "there is no /a/run2/x"),
+        ("/a/run", "/a/run-2, /a/run.old/x, /b/a/run/x", "/a/run-2, /a/run.old/x, /b/a/run/x"),
+        ("/a/run", "see /a/run/x: '/a/run' is not /a/run.", "see DIR/x: 'DIR' is not DIR."),
+        ("/a/run", "verify --out=/a/run /a/run", "verify --out=DIR DIR"),
+        ("/a/my run", "verify '/a/my run'; no /a/my run/x, no /a/my run2", "verify DIR; no DIR/x, no /a/my run2"),
+        ("/a/run+1 (b)", "verify '/a/run+1 (b)', /a/run+1 (b)/x", "verify DIR, DIR/x"),
+    ],
+)
+def test_only_the_folder_itself_is_called_dir(folder: str, text: str, expected: str) -> None:
+    data = Check("x", "not_run", detail=text, command=text).to_dict(Path(folder))
+    assert (data["detail"], data["command"]) == (expected, expected)

@@ -1,6 +1,7 @@
 """Verification checks and their results, as stored in verify.json."""
 
 import math
+import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -35,8 +36,9 @@ class Check:
         """folder: its absolute path is called DIR in the texts, as in files that leave this machine."""
         data = {**asdict(self), "passed": self.verdict == "passed"}
         if folder is not None:
-            for name in (shlex.quote(str(folder.absolute())), str(folder.absolute())):
-                data |= {key: data[key] and data[key].replace(name, "DIR") for key in ("detail", "command")}
+            name = str(folder.absolute())
+            whole = rf"(?<![\w.-])({re.escape(shlex.quote(name))}|{re.escape(name)})(?![\w-]|\.\w)"  # not /run of /run2
+            data |= {key: data[key] and re.sub(whole, "DIR", data[key]) for key in ("detail", "command")}
         for key in ("value", "tolerance"):
             if data[key] is not None and not math.isfinite(data[key]):  # JSON has no NaN and no infinity
                 data |= {key: None, "detail": f"{data['detail']} ({key}: {data[key]})".strip()}
