@@ -156,6 +156,16 @@ def test_a_changed_file_has_no_figures(folder: Path) -> None:
     assert (entry["accuracy"], entry["speed"], entry["agreement"]) == (None, None, "the file has changed")
 
 
+def test_changed_weights_are_noted_beside_their_figures(folder: Path) -> None:
+    assert "other weights" not in call("report", "run")
+    weights = RunFolder(folder).weights
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    note = "the figures of run may be those of other weights: model.safetensors: sha256 is "
+    assert note in " ".join(call("report", "run").split())
+    call("verify", "run", code=1)
+    assert "1 failed" in call("report", "run"), "the report is still updated"
+
+
 def test_an_accuracy_on_other_images_is_not_that_of_the_run(folder: Path) -> None:
     images("other", classes=10)
     output = call("evaluate", "run/model.onnx", "--data", "other")

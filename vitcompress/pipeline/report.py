@@ -20,7 +20,7 @@ from vitcompress.errors import InputError, VitcompressError, first_line
 from vitcompress.exporters.runtimes import exported_files
 from vitcompress.exporters.sidecar import DENSE, find_mismatches, usable_sidecar
 from vitcompress.io.files import file_sha256, lock_file, read_record, signed_files, user_path, write_json
-from vitcompress.io.manifest import check_unchanged, record_changes
+from vitcompress.io.manifest import check_unchanged, find_changes, record_changes
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.methods import latency
@@ -151,6 +151,8 @@ def read_reports(folders: Sequence[str], bench: Path | None, progress: Progress)
         raise InputError(message, hint="`vitcompress bench DIR/dense.onnx DIR/model.onnx --json` measures them")
     for folder in folders:  # after all were read: if one cannot be used, nothing changes
         report = refresh_report(Path(folder), progress)
+        for problem in find_changes(Path(folder), RunFolder(Path(folder)).weights).values():
+            progress.note(f"the figures of {folder} may be those of other weights: {problem}")
         runs[folder] = {**report, "bench": [*own.get(folder, ()), *(report.get("bench") or ())] or None}
     return runs
 
