@@ -18,6 +18,7 @@ import torch
 from contracts import add_gates, layers
 
 from vitcompress.io.progress import Progress
+from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import save_tensors
 from vitcompress.models.create import create_model, input_config
 from vitcompress.surgery.gates import GatedModel
@@ -71,6 +72,8 @@ def fading(gated: GatedModel) -> TrainingControls:
 
 def run(folder: Path, result: Path, kill: tuple[str, int] | None) -> None:
     torch.set_num_threads(1)
+    folder.mkdir(exist_ok=True)
+    RunFolder(folder).recipe.touch()  # as in a run, whose trainings write one log
     if kill:
         sys.addaudithook(killer(*kill))
     model = create_model(ARCH, ARGS, seed=0)

@@ -117,6 +117,20 @@ def test_states_hold_plain_data_only(tmp_path: Path) -> None:
     assert files == ["data.json", "log.jsonl", "tensors.safetensors"]
 
 
+def test_only_a_run_has_its_log_beside_its_state(tmp_path: Path) -> None:
+    """`vc.finetune` wrote outside of its folder if it was in one called `state`."""
+    paths = {name: tmp_path / name for name in ("state/deep/ft", "state", "run/state/ft", "dense-0/state")}
+    assert [RunLog(path, "x").path for path in paths.values()] == [path / "log.jsonl" for path in paths.values()]
+    assert RunLog(paths["state/deep/ft"], "x").stage == RunLog(paths["state"], "x").stage == "x"
+    for folder, name in (("run", "recipe.toml"), ("dense-0", "settings.json")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).touch()
+    logs = [(log.path, log.stage) for log in (RunLog(path, "x") for path in paths.values())]
+    assert logs[2:] == [(tmp_path / "run" / "log.jsonl", "ft"), (tmp_path / "dense-0" / "log.jsonl", "x")]
+    control = RunLog(tmp_path / "run" / "state" / "control" / "state", "control")
+    assert (control.path.parent, control.stage) == (tmp_path / "run" / "state" / "control", "control")
+
+
 def test_the_log_is_repaired_from_the_state(tmp_path: Path) -> None:
     log = RunLog(tmp_path, "mine")
     RunLog(tmp_path, "other").append({"epoch": 0})
