@@ -111,8 +111,7 @@ def plan(
         device: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`, or a torch.device.
         folder: for measurements and training states, so that a stopped call with the same arguments can continue; None:
             a temporary folder.
-        training: fields of `TrainOptions` for methods that train, such as `batch_size` and `augmentation`. Of these,
-            methods that only measure use the `batch_size`, and those that rank by weights alone none.
+        training: fields of `TrainOptions` for methods that train. Those that only measure use at most its `batch_size`.
         options: of the method (`vitcompress recipes keys NAME`), all with defaults; with `target="latency"` and
             `amount` in ms, the sizes are chosen by measurements on this machine.
 
@@ -230,10 +229,10 @@ def _recorded(record: Path, call: Mapping[str, object], model: nn.Module, what: 
     continues with any weights of this structure, such as a head that is initialized again: its state replaces them.
     """
     weights, call = model_digest(model), json.loads(json.dumps(call))  # as JSON stores it
-    content = read_record(record, dict[str, Any]) or {**call, "weights": [weights]}
-    before, *after = content.pop("weights", None) or [""]
+    known = read_record(record, dict[str, Any]) or {**call, "weights": [weights]}
+    before, *after = known.pop("weights", None) or [""]  # weights: before the call and, once it has ended, after it
     stopped = what == "training" and not after
-    if content != call or not (stopped or weights in (before, *after)):
+    if known != call or not (stopped or weights in (before, *after)):
         message = f"{record.parent} contains a {what} of another model or call"
         raise InputError(message, hint="use another folder, or the model as it was before this call or after it")
     write_json(record, {**call, "weights": [before, *after]})

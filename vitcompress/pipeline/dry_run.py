@@ -112,8 +112,8 @@ def dry_run_recipe(recipe: Recipe, options: RunOptions, *, check: bool = False) 
 
 def _check_dense(job: Job, plan: DryRun) -> DryRun:
     """`plan` with the accuracy of the dense model."""
-    trained_first = job.recipe.model.weights == "train" and not has_dense(job)
-    if reason := why_unchecked(job) or "the dense model is trained first" * trained_first:
+    later = "the dense model is trained first" if job.recipe.model.weights == "train" and not has_dense(job) else ""
+    if reason := why_unchecked(job) or later:
         return replace(plan, notes=[*plan.notes, f"there is nothing to check yet: {reason}"])
     accuracy = preview_dense(job)
     notes, problem = examine_dense(job, accuracy)
@@ -128,7 +128,7 @@ def list_work(job: Job) -> Iterator[Work]:
     if recipe.dense is not None:
         yield Work("train the dense model", 1, recipe.dense.epochs, images)
     for step in job.steps if trains else ():
-        name = f"{step.number + 1}. " * (len(job.steps) > 1) + step.method.name
+        name = f"{step.number + 1}. {step.method.name}" if len(job.steps) > 1 else step.method.name
         parts = step.method.estimate(step.model, job.family, step.options)
         if not parts:
             yield Work(name)

@@ -57,7 +57,7 @@ def describe_measured_models(recipe: Recipe) -> str | None:
     for number, method, choice in choices:
         if choice.on:
             received = f"{recipe.model.name} after step {number}" if number else f"the dense {recipe.model.name}"
-            texts.append(f"{method}: " * (len(choices) > 1) + choice.on.format(received))
+            texts.append((f"{method}: " if len(choices) > 1 else "") + choice.on.format(received))
     return "; ".join(texts) or None
 
 

@@ -64,13 +64,10 @@ def parse_toml(source: str, text: str) -> dict[str, Any]:
 
 
 def build_recipe(source: str, data: dict[str, object], sets: Sequence[str] = ()) -> Recipe:
-    """Validate `data`, the content of a recipe's TOML, after applying `sets`. Raises RecipeError with all problems.
-
-    source: name or file of the recipe, which is also its name if `data` has none.
-    """
+    """Validate `data`, the content of a recipe's TOML, after applying `sets`. Raises RecipeError with all problems."""
     data = deepcopy(data)
     problems = [problem for text in sets if (problem := assign(data, text))]
-    data["name"] = Path(source).stem if data.get("name", "") == "" else data["name"]
+    data["name"] = data["name"] if data.get("name", "") != "" else Path(source).stem  # its name or file
     raw_steps, finetune = data.get("step", []), data.get("finetune")
     if isinstance(finetune, dict) and "teacher" in finetune:
         finetune.setdefault("distillation", "soft")
@@ -93,7 +90,7 @@ def dense_settings(recipe: Recipe) -> dict[str, Any]:
 def dense_key(recipe: Recipe) -> str:
     """Hash (12 hex digits) of `dense_settings`: equal keys share the model."""
     parts = dense_settings(recipe)
-    parts |= parts.pop("run")
+    parts |= parts.pop("run")  # flat, as in the hashes of earlier versions
     return hashlib.sha256(json.dumps(plain_data(parts), sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -70,14 +70,14 @@ def print_dry_run(plan: DryRun) -> None:
         "stage": lambda work: work.stage,
         "rounds": lambda work: work.rounds,
         "epochs per round": lambda work: "" if work.epochs is None else f"{work.epochs:,}",
-        "images per epoch": lambda work: "?" * (work.epochs is not None) if work.images is None else f"{work.images:,}",
+        "images per epoch": lambda w: f"{w.images:,}" if w.images is not None else "" if w.epochs is None else "?",
     }
     print_table(Table.of("Stages", stages, plan.stages))
     cost = {"model": "{model}", **SIZES, "MACs without attention products": "{macs_linear:,}"}
     records = ({"model": name, **vars(count)} for name, count in plan.cost.items())
     print_table(Table("", ("source", "dense model"), tuple(list_by_source(plan.settings).items())), wrap=True)
     if plan.cost:
-        print_table(Table.of("Cost" + f" (layers or channels: {plan.layers})" * bool(plan.layers), cost, records))
+        print_table(Table.of(f"Cost (layers or channels: {plan.layers})" if plan.layers else "Cost", cost, records))
     _print_missing(plan)
 
 

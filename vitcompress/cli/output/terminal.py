@@ -18,7 +18,7 @@ from rich.progress import Progress as Bars
 from rich.syntax import Syntax
 from rich.table import Column
 from rich.table import Table as RichTable
-from rich.text import Text as RichText
+from rich.text import Text
 
 from vitcompress.errors import LONGEST_LINE, CheckFailedError, InputError, RecipeError, VitcompressError, printable
 from vitcompress.io.files import format_json
@@ -32,9 +32,9 @@ STYLES = {"passed": "green", "failed": "bold red", "not run": "yellow"}
 TITLES = {InputError: "invalid input", CheckFailedError: "check failed"}
 
 
-def Text(text: str, style: str = "") -> RichText:
+def safe_text(text: str, style: str = "") -> Text:
     """Text to print: names from files may be long, and contain what a terminal acts on."""
-    return RichText(printable(text, LONGEST_LINE), style=style)
+    return Text(printable(text, LONGEST_LINE), style=style)
 
 
 def stream_console(*, stderr: bool) -> Console:
@@ -54,7 +54,7 @@ def print_text(text: str) -> None:
 
 def print_line(text: str) -> None:
     """One line on standard error."""
-    stream_console(stderr=True).print(Text(text), soft_wrap=True)
+    stream_console(stderr=True).print(safe_text(text), soft_wrap=True)
 
 
 def print_document(text: str, kind: Literal["toml", "markdown"]) -> None:
@@ -102,14 +102,14 @@ def _wrap_name(name: str, width: int) -> str:
 
 
 def _as_rich(table: Table, wrap: bool = False) -> RichTable:
-    title = Text(table.title, style="bold") if table.title else None
+    title = safe_text(table.title, style="bold") if table.title else None
     drawn = RichTable(title=title, title_justify="left", header_style="bold")
     for number, column in enumerate(table.columns):
         side: Literal["left", "right"] = "left" if wrap or number == 0 else "right"
         one_word = not any(" " in row[number] for row in table.rows) and not (wrap and column == table.columns[-1])
-        drawn.add_column(Text(column), justify=side, overflow="fold", no_wrap=one_word)
+        drawn.add_column(safe_text(column), justify=side, overflow="fold", no_wrap=one_word)
     for row in table.rows:
-        drawn.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
+        drawn.add_row(*(safe_text(cell, style=STYLES.get(cell, "")) for cell in row))
     return drawn
 
 
@@ -117,15 +117,15 @@ def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
     """Names with their descriptions, without borders."""
     table = RichTable(Column(overflow="fold"), Column(overflow="fold"), box=None, show_header=False, pad_edge=False)
     for name, text in pairs:
-        table.add_row(Text(name, style="bold"), Text(text))
+        table.add_row(safe_text(name, style="bold"), safe_text(text))
     stream_console(stderr=False).print(table)
 
 
 def print_error(error: VitcompressError) -> None:
     """One panel on standard error: the problem, and the next step."""
-    hint = [Text(f"\n{error.hint}", style="cyan")] if error.hint else []
+    hint = [safe_text(f"\n{error.hint}", style="cyan")] if error.hint else []
     title = next((words for kind, words in TITLES.items() if isinstance(error, kind)), "failed")
-    text = Group(Text(error.message), *hint)
+    text = Group(safe_text(error.message), *hint)
     stream_console(stderr=True).print(Panel(text, title=title, title_align="left", border_style="red", expand=False))
 
 
@@ -168,10 +168,10 @@ class ConsoleProgress(Progress):
     def stage(self, title: str) -> None:
         for label in list(self._tasks):  # bars of a part that did not finish
             self._bars.remove_task(self._tasks.pop(label))
-        self._console.print(Text(title, style="bold"), soft_wrap=True)
+        self._console.print(safe_text(title, style="bold"), soft_wrap=True)
 
     def note(self, text: str) -> None:
-        self._console.print(Text(f"  {text}"), soft_wrap=True)
+        self._console.print(safe_text(f"  {text}"), soft_wrap=True)
 
     def update(self, label: str, done: int, total: int, text: str = "") -> None:
         if label not in self._tasks:
@@ -187,4 +187,4 @@ class ConsoleProgress(Progress):
 
     def _print_dim(self, line: str) -> None:
         self._last_line = time.monotonic()
-        self._console.print(Text(line.rstrip(), style="dim"), soft_wrap=True)
+        self._console.print(safe_text(line.rstrip(), style="dim"), soft_wrap=True)
