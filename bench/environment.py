@@ -29,7 +29,7 @@ PAPER = (
 class Monitor:
     """Observes a measurement. conditions: known when it has ended.
 
-    joules: reads the energy counter of all processors in use; None without one. energy_of: what it counts, or why not.
+    joules: reads the energy counter of the GPU; None without one. energy_of: what it counts, or why not.
     """
 
     joules: Callable[[], float] | None
@@ -71,16 +71,12 @@ def _kind(runner: RunnerRecord) -> str:
 def _energy_counter(
     runners: Sequence[RunnerRecord], gpu: gpu_monitor.Gpu | None, reason: str | None
 ) -> tuple[Callable[[], float] | None, str]:
-    """The energy counter of the kind of processor that all runners use, and its name or why there is none."""
-    kinds = set(map(_kind, runners))
-    if kinds == {"cuda"} and gpu is not None:
-        if gpu.joules() is None:
-            return None, "none: this GPU has no energy counter"
-        return lambda: gpu.joules() or 0.0, "the GPU (NVML), used by any process"
-    if kinds == {"cpu"}:
-        counter = gpu_monitor.rapl()
-        return counter, "the CPU packages (RAPL), used by any process" if counter else "none: RAPL cannot be read here"
-    return None, f"none: {reason or 'artifacts on several kinds of devices'}"
+    """The energy counter of the GPU, if all runners use it, and its name or why there is none."""
+    if gpu is None or {*map(_kind, runners)} != {"cuda"}:
+        return None, f"none: {reason or 'not all artifacts run on a GPU'}"
+    if gpu.joules() is None:
+        return None, "none: this GPU has no energy counter"
+    return lambda: gpu.joules() or 0.0, "the GPU (NVML), used by any process"
 
 
 def peak_memory(runner: RunnerRecord, target: timing.Target) -> MemoryRecord:

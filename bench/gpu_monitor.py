@@ -1,10 +1,9 @@
-"""Clocks, power, temperature and foreign processes of a GPU during a measurement, and energy counters. Read-only."""
+"""Clocks, power, temperature and foreign processes of a GPU during a measurement, and its energy counter. Read-only."""
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, cast
 
 import psutil
@@ -12,7 +11,6 @@ import torch
 
 from vitcompress.bench.report.records import GpuSettings, GpuSummary
 
-POWERCAP = Path("/sys/class/powercap")
 SECONDS_BETWEEN = 0.5
 GpuState = dict[str, float | list[str] | list[int] | None]  # one reading; None if the GPU does not report a value
 # Bits of NVML's clock event reasons that make a GPU slower than its settings (nvml.h).
@@ -142,22 +140,3 @@ def summary(readings: Sequence[GpuState]) -> GpuSummary | None:
         else:
             result[name] = [min(known), max(known)] if known else None
     return cast(GpuSummary, result)
-
-
-def rapl(folder: Path = POWERCAP) -> Callable[[], float] | None:
-    """A counter of the joules used by the CPU packages (Linux powercap); None if it cannot be read.
-
-    The counters restart at zero after their maximum.
-    """
-    zones = [zone for zone in folder.glob("*rapl:*") if zone.name.count(":") == 1]  # packages, not their parts
-    counters = [zone / "energy_uj" for zone in zones if os.access(zone / "energy_uj", os.R_OK)]
-    last = {counter: (int(counter.read_text()), 0) for counter in counters}
-
-    def joules() -> float:
-        for counter, (before, total) in last.items():
-            now = int(counter.read_text())
-            over = int((counter.parent / "max_energy_range_uj").read_text()) if now < before else 0
-            last[counter] = now, total + now - before + over
-        return sum(total for _, total in last.values()) / 1e6
-
-    return joules if counters else None

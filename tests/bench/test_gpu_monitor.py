@@ -13,31 +13,6 @@ from vitcompress.bench import environment, gpu_monitor, machine
 from vitcompress.bench.timing import Protocol, Samples, Target, measure
 
 
-def zone(folder: Path, name: str, microjoules: int) -> Path:
-    path = folder / name
-    path.mkdir()
-    (path / "energy_uj").write_text(str(microjoules))
-    (path / "max_energy_range_uj").write_text("1000000")
-    return path
-
-
-def test_packages_are_summed_and_counters_start_over(tmp_path: Path) -> None:
-    first, second = zone(tmp_path, "intel-rapl:0", 900_000), zone(tmp_path, "intel-rapl:1", 0)
-    zone(tmp_path, "intel-rapl:0:0", 0)  # a part of the first package
-    joules = gpu_monitor.rapl(tmp_path)
-    assert joules is not None
-    assert joules() == 0
-    (second / "energy_uj").write_text("500000")
-    assert joules() == 0.5
-    (first / "energy_uj").write_text("100000")  # 0.9 J, then over the top at 1 J
-    (tmp_path / "intel-rapl:0:0" / "energy_uj").write_text("999999")
-    assert joules() == pytest.approx(0.7)
-
-
-def test_without_counters_there_is_no_energy(tmp_path: Path) -> None:
-    assert gpu_monitor.rapl(tmp_path) is None
-
-
 class CountingGpu(gpu_monitor.Gpu):
     """Reports how often its state was read; has a state for the first `limit` readings only."""
 

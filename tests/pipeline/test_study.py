@@ -360,7 +360,7 @@ def test_a_file_that_was_exported_again_must_be_evaluated(
     folder = shutil.copytree(int8[1], tmp_path / "s")
     study, path = load_study(str(int8[0]), LONGER, rows=["control"]), folder / "control-seed0/model.onnx"
     assert CliRunner().invoke(cli.main, ["export", str(path.parent), "--opset", "21"]).exit_code == 0
-    with pytest.raises(ArtifactError, match="has no accuracy of the present model.onnx") as caught:
+    with pytest.raises(ArtifactError, match=r"has no accuracy of the present model\.onnx") as caught:
         run_study(study, StudyOptions(folder, seeds=1))
     assert f"vitcompress evaluate {path}" in (caught.value.hint or "")
     assert CliRunner().invoke(cli.main, ["evaluate", str(path)]).exit_code == 0

@@ -2,7 +2,6 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -12,10 +11,8 @@ from pydantic import BaseModel, JsonValue
 from vitcompress.errors import InputError, RecipeError, did_you_mean
 from vitcompress.exporters.options import Positive
 from vitcompress.io.run_folder import RunFolder
-from vitcompress.io.text import flatten
 from vitcompress.io.validation import STRICT, Doc, Matching, validate, validate_options
 from vitcompress.methods.options import find_options
-from vitcompress.plan import is_within
 from vitcompress.recipe.load import assign, build_recipe, key_path, read_table
 from vitcompress.recipe.schema import ProtocolTable, Recipe
 
@@ -102,17 +99,16 @@ def load_study(source: str, sets: Sequence[str] = (), rows: Sequence[str] = ()) 
     Raises RecipeError with every mistake, and InputError, with the nearest names, if there is no such study or row.
     """
     name, data = read_table("study", source)
-    label, chain, other = f"of the study {source}", [source], data
-    while isinstance(like := other.get("like"), str):
-        if like in chain:
-            raise RecipeError(label, [f"like   must not lead to the same study again: {' -> '.join([*chain, like])}"])
-        chain, other = [*chain, like], read_table("study", like)[1]
-        for key in ("speed", "base", "options"):
-            shared, own = other.get(key), data.get(key, {})
-            if isinstance(shared, dict) and isinstance(own, dict):
-                data[key] = {**shared, **own}
+    other = read_table("study", like)[1] if isinstance(like := data.get("like"), str) else {}
+    for key in ("speed", "base", "options"):
+        shared, own = other.get(key), data.get(key, {})
+        if isinstance(shared, dict) and isinstance(own, dict):
+            data[key] = {**shared, **own}
+    label = f"of the study {source}"
     problems = [problem for text in sets if (problem := assign(data, text, strict=True))]
-    if any(key_path(text)[:1] == ["like"] for text in sets):
+    if "like" in other:
+        problems.append(f"like   got {like!r}, which itself is like {other['like']!r}: name that study")
+    if data.get("like") != like:
         keys = ", ".join(key for key in _Tables.model_fields if key != "like")
         problems.append(f"like   is only read from the file, --set changes {keys}")
     tables = validate(_Tables, data, "", problems)
@@ -177,16 +173,12 @@ def _contradictions(tables: _Tables, selected: Sequence[RowTable], sets: Sequenc
     for own, curve in ((row, curve) for row in tables.row for curve in row.against):
         if curve not in (others := curves - {own.curve}):
             yield f"row {own.name}.against   got {curve!r}, expected another row's curve{did_you_mean(curve, others)}"
-    base = dict(flatten(tables.base))
-    places = ["base.finetune.epochs"] if "finetune.epochs" in base else []
-    for row in tables.row:
-        data = dict[str, object](deepcopy(tables.base))
-        for text in row.set:
-            assign(data, text)  # mistakes in it are reported with the row's recipe
-        changed = [key for key, _ in base.items() ^ flatten(data)]
-        places += [f"row {row.name}.set"] if "finetune.epochs" in changed else []
-        if any(is_within(key, ("model", "data", "dense", "run.amp")) for key in changed):
-            yield f"row {row.name}.set   changes model, data, dense or run.amp, which all rows share: set base"
+    finetune = tables.base.get("finetune")
+    places = ["base.finetune.epochs"] if isinstance(finetune, dict) and "epochs" in finetune else []
+    for name, key in ((row.name, key_path(text)) for row in tables.row for text in row.set):
+        places += [f"row {name}.set finetune.epochs"] if key in (["finetune"], ["finetune", "epochs"]) else []
+        if key[:1] in (["model"], ["data"], ["dense"]) or key in (["run"], ["run", "amp"]):
+            yield f"row {name}.set   changes model, data, dense or run.amp, which all rows share: set base"
     yield from (f"{place}   follows from the study's total: set epochs instead" for place in places)
     of_rows = (key for key in ("name", "summary", "step") if key in tables.base)
     yield from (f"base.{key}   has no effect: every row has its own" for key in of_rows)
