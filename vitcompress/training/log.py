@@ -18,8 +18,7 @@ class RunLog:
         """The log of the run that a training's `folder` belongs to: next to the run's `state`, else in the folder. The
         folder below `state` names the training, or its `label`.
         """
-        around = map(RunFolder, folder.parents)  # other folders may be called `state`, too
-        run = any(files.recipe.is_file() or files.settings.is_file() for files in around)
+        run = any(files.recipe.is_file() or files.settings.is_file() for files in map(RunFolder, folder.parents))
         state = next((part for part in (folder, *folder.parents) if run and part == RunFolder(part.parent).state), None)
         self.path = RunFolder(state.parent if state else folder).log
         self.stage = "/".join(folder.relative_to(state or folder).parts) or label
