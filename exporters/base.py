@@ -15,7 +15,6 @@ from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.precision import expand_layers
 from vitcompress.exporters.runner import Runner, RunnerOptions
 from vitcompress.exporters.sidecar import FORMAT, sidecar_path
-from vitcompress.exporters.uint8 import can_fold_normalization
 from vitcompress.families import family_of
 from vitcompress.io.files import changing, convert_write_errors, file_sha256, write_file, write_json
 from vitcompress.io.hardware import package_versions
@@ -193,7 +192,6 @@ class Exporter:
 
 def describe_file(model: nn.Module, options: ExportOptions, about: ModelInfo) -> dict[str, str]:
     """The metadata of a file, each value as JSON text, with every fp32 layer. Without names, classes are numbered."""
-    place = "in the first convolution" if can_fold_normalization(model) else "in front"
     labels = {
         "classes": list(about.get("classes", ())) or list(map(str, range(getattr(model, "num_classes", 0)))),
         **about["input"].to_dict(),
@@ -203,7 +201,7 @@ def describe_file(model: nn.Module, options: ExportOptions, about: ModelInfo) ->
         "islands": list(expand_layers(model, options.islands)) if options.islands else [],
         "input": "uint8" if options.uint8 else "float32",
         "layout": "NHWC" if options.uint8 else "NCHW",
-        "normalization": place if options.uint8 else "by the caller",
+        "normalization": "in front" if options.uint8 else "by the caller",
     }
     return {key: json.dumps(value) for key, value in labels.items()}
 

@@ -1,21 +1,11 @@
-"""Images as bytes: the normalization of a model's inputs, folded into its first convolution.
+"""Images as bytes, (batch, height, width, channels): a model that normalizes them itself."""
 
-For a convolution without padding, with channels c and taps i, j,
-
-    conv(W, b)((x / 255 - mean) / std) = conv(W', b')(x / s),
-    W'[:, c] = W[:, c] s / (255 std_c),   b' = b - sum_cij W[:, c, i, j] mean_c / std_c.
-
-s is 1 in fp32. In half precision it is 256: x / 256 is exact there, and W' has no subnormal numbers. A convolution that
-pads (PVTv2) adds zeros to normalized images, which no byte represents: there the images are normalized first.
-"""
-
-from copy import deepcopy
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from vitcompress.exporters.precision import HALF, Float32Io, WideSoftmax, convert_precision, in_fp32
+from vitcompress.exporters.precision import Float32Io, WideSoftmax, convert_precision, in_fp32
 from vitcompress.families import family_of
 from vitcompress.models.create import InputConfig
 
@@ -30,56 +20,27 @@ def build_deployed(
     Its inputs are normalized images, (batch, channels, height, width), or with `uint8` numbers from 0 to 255 of any
     type, (batch, height, width, channels).
     """
-    model = family_of(model).at_size(in_fp32(model), *input.size[1:])
-    if not uint8:
-        return convert_precision(model, precision, islands)
-    scale = 256 if precision in HALF else 1
-    if folds := can_fold_normalization(model):
-        model = fold_normalization(model, input, scale)
-    return ByteInput(convert_precision(model, precision, islands), scale, None if folds else input).eval()
-
-
-def can_fold_normalization(model: nn.Module) -> bool:
-    """Whether the normalization can be folded into the first convolution: only if that does not pad."""
-    stem = model.get_submodule(family_of(model).stem)
-    return isinstance(stem, nn.Conv2d) and stem.padding in ((0, 0), 0, "valid")
-
-
-def fold_normalization(model: nn.Module, input: InputConfig, scale: int) -> nn.Module:
-    """A copy of `model` whose first convolution takes x / scale, with x from 0 to 255, instead of normalized images."""
-    copy = deepcopy(model)
-    stem = copy.get_submodule(family_of(copy).stem)
-    assert isinstance(stem, nn.Conv2d)
-    mean, std = _statistics(input)
-    weight = stem.weight.detach().cpu().double()
-    offset = (weight * (mean / std)).sum((1, 2, 3))
-    bias = -offset if stem.bias is None else stem.bias.detach().cpu().double() - offset
-    stem.weight = nn.Parameter((weight * scale / (LARGEST * std)).to(stem.weight))
-    stem.bias = nn.Parameter(bias.to(stem.weight))
-    return copy
+    model = convert_precision(family_of(model).at_size(in_fp32(model), *input.size[1:]), precision, islands)
+    return ByteInput(model, input).eval() if uint8 else model
 
 
 class ByteInput(nn.Module):
-    """A model that takes bytes. input: it normalizes them as stated here; None: its first convolution does."""
+    """A model that takes bytes, and normalizes them in float32 as `input` states."""
 
     factor: Tensor
     offset: Tensor
 
-    def __init__(self, model: nn.Module, scale: int, input: InputConfig | None = None) -> None:
+    def __init__(self, model: nn.Module, input: InputConfig) -> None:
         super().__init__()
-        self.model, self.scale, self.normalizes = model, scale, input is not None
-        mean, std = _statistics(input).float() if input else torch.empty(2, 0, 1, 1, dtype=torch.float32)
+        self.model = model
+        mean, std = _statistics(input).float()
         self.register_buffer("factor", 1 / (LARGEST * std), persistent=False)
         self.register_buffer("offset", mean / std, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (batch, height, width, channels), 0 to 255 -> logits, (batch, classes)."""
         images = x.to(self.factor.dtype).permute(0, 3, 1, 2)  # TensorRT supports no operation on bytes but a cast
-        if self.normalizes:
-            images = images * self.factor - self.offset
-        elif self.scale != 1:
-            images = images / self.scale
-        return cast(Tensor, self.model(images))
+        return cast(Tensor, self.model(images * self.factor - self.offset))
 
 
 def to_bytes(images: Tensor, input: InputConfig) -> Tensor:

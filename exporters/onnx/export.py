@@ -145,8 +145,7 @@ def prepare_quantized(
     fp32_layers = [*islands, *classifier, stem]
     half: tuple[str, ...] = ()
     if options.precision == "int8" and form != "float_bias":
-        stored = classifier if options.uint8 else (*classifier, stem)  # another patch embedding takes bytes
-        half = ("pos_embed", *(f"{layer}{WEIGHT}" for layer in stored if layer not in islands))
+        half = ("pos_embed", *(f"{layer}{WEIGHT}" for layer in (*classifier, stem) if layer not in islands))
     ranges = {key: size for key, size in measured.items() if not is_within(key, fp32_layers)}
     bits = options.weight_bits or (8 if form == "float_bias" else 7)
     settings = Quantization(options.eight_bits or "int8", ranges, form, bits, factors, half)
