@@ -66,10 +66,11 @@ class _Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) and out.is_floating_point() and not func.is_view:
+        first = out[0] if isinstance(out, tuple) else out  # of a norm: the others are its statistics, in fp32
+        if isinstance(first, Tensor) and first.is_floating_point() and not func.is_view:
             # The innermost active module, by its path without the model's own name.
             innermost = max(self.tracker.parents - {"Global"}, key=lambda path: path.count("."), default="")
-            _raise_to(self.inside, str(innermost).partition(".")[2], out)
+            _raise_to(self.inside, str(innermost).partition(".")[2], first)
         return out
 
     def record_output(self, name: str, out: Any) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from contracts import build, images
-from too_large import large_ffn, large_pool_scores, large_residual, large_scores
+from too_large import large_ffn, large_norm, large_pool_scores, large_residual, large_scores
 from torch import nn
 from torch.nn import functional as F
 
@@ -70,6 +70,7 @@ def test_separate_operations_are_those_of_torch(mask: torch.Tensor | None) -> No
     ("make", "layer", "islands"),
     [
         (large_ffn, "blocks.0.mlp.fc1", ("blocks.0.mlp",)),
+        (large_norm, "blocks.0.norm2", ("blocks.0",)),
         (large_scores, "blocks.1.attn", ("blocks.1.attn.softmax",)),
         (large_pool_scores, "attn_pool", ("attn_pool.softmax",)),
     ],

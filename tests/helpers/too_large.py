@@ -15,6 +15,14 @@ def large_ffn(model: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
+def large_norm(model: nn.Module) -> nn.Module:
+    """In the outputs of the norm in front of the first FFN: those of the FFN stay as large as before."""
+    model.get_submodule("blocks.0.norm2").weight.mul_(3e4)
+    model.get_submodule("blocks.0.mlp.fc1").weight.mul_(3e-5)
+    return model
+
+
+@torch.no_grad()
 def large_scores(model: nn.Module) -> nn.Module:
     """In the second attention: the products of q and k (16 channels each) overflow, q and k themselves do not."""
     model.get_submodule("blocks.1.attn.qkv").weight[:32].mul_(3e3)
