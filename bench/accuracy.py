@@ -13,12 +13,14 @@ from timm.data import resolve_data_config
 from vitcompress.bench.report import records
 from vitcompress.bench.report.measurements import SETTINGS, find_speed, match_rows, read_benchmarks
 from vitcompress.errors import ArtifactError, InputError
-from vitcompress.exporters.runtimes import Runner, RunnerOptions, open_runner
+from vitcompress.exporters.runtimes import Runner, RunnerOptions, exported_files, open_runner
 from vitcompress.exporters.sidecar import read_classes
+from vitcompress.io.files import user_path
 from vitcompress.io.progress import SILENT, Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.text import describe_value
-from vitcompress.models.create import InputConfig
+from vitcompress.models.checkpoint import read_plan
+from vitcompress.models.create import InputConfig, create_on_meta
 from vitcompress.models.preprocessing import NAMES, Preprocessing, Value
 from vitcompress.recipe.load import load_recipe_of_run
 from vitcompress.training.data import images_digest, open_test
@@ -27,6 +29,7 @@ from vitcompress.training.distributed import Runtime
 from vitcompress.training.loaders import CHANNELS, EvalLoader
 from vitcompress.training.metrics import evaluate_images, mcnemar
 from vitcompress.training.options import BUILT_IN, DataOptions
+from vitcompress.verify.folder import run_classes
 
 OTHER_CLASSES = "evaluate it on data with its own classes"  # a hint
 
@@ -126,7 +129,7 @@ def _open(artifact: str, classes: Sequence[str], options: EvaluateOptions, stack
     count = runner.predict(torch.zeros(1, *runner.input_size)).shape[1]
     if count != len(classes):
         raise ArtifactError(f"{runner.name} has {count} classes, the data has {len(classes)}", hint=OTHER_CLASSES)
-    return runner, " ".join(filter(None, (used, compare_classes(Path(artifact), classes))))
+    return runner, " ".join(filter(None, (used, compare_classes(user_path(artifact), classes))))
 
 
 def compare_classes(artifact: Path, classes: Sequence[str]) -> str:
@@ -135,7 +138,10 @@ def compare_classes(artifact: Path, classes: Sequence[str]) -> str:
     Raises ArtifactError if only some names differ, or their number or order does, so that outputs and labels mean
     different classes.
     """
-    own = read_classes(RunFolder(artifact).exported("model", ".onnx") if artifact.is_dir() else artifact)
+    files, paths = RunFolder(artifact), exported_files(artifact, "model") if artifact.is_dir() else [artifact]
+    plan = read_plan(files.plan) if files.plan.is_file() else None
+    own = run_classes(files, create_on_meta(plan.arch, plan.arch_args)) if plan else None
+    own = own or next(filter(None, map(read_classes, paths)), ())
     if own in (tuple(classes), (), tuple(map(str, range(len(classes))))):  # numbers: exported without names
         return ""
     if set(own).isdisjoint(classes):

@@ -122,6 +122,33 @@ def test_classes_that_do_not_match_by_name_are_rejected(names: tuple[str, ...], 
             accuracy.run([str(artifact)], accuracy.EvaluateOptions(data="digits"))
 
 
+@pytest.mark.parametrize("named_by", ["other.onnx", "plan"])
+def test_class_names_of_a_run_folder_without_model_onnx_are_compared(
+    named_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the path has a `~`."""
+    run, model = tmp_path / "run", create_model(ARCH, ARGS, seed=1)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    vc.save_model(model, run, classes=DIGIT_NAMES[::-1] if named_by == "plan" else None)
+    if named_by != "plan":
+        export(model, run / named_by, input=input_config(model), classes=DIGIT_NAMES[::-1], traces=TRACES)
+    for artifact in (str(run), "~/run", *(f"~/run/{path.name}" for path in run.glob("*.onnx"))):
+        with pytest.raises(ArtifactError, match="in another order"):
+            accuracy.run([artifact], accuracy.EvaluateOptions(data="digits"))
+
+
+def test_data_and_benchmark_of_a_run_folder_in_the_home_folder_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = folder(tmp_path / "run", seed=1)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (run / "recipe.toml").write_text(f'[model]\nname = "{ARCH}"\n[data]\nsource = "digits"\n')
+    bench = suite.run([run], suite.BenchOptions(protocol="paper", batch=2, warmup=1, runs=2))
+    write_json(run / "bench.json", [bench.to_dict()])
+    row = accuracy.run(["~/run"])["rows"][0]
+    assert row["speed"] is not None and row["speed"]["batch"] == 2
+
+
 def test_completely_different_class_names_are_reported(tmp_path: Path) -> None:
     run, progress = folder(tmp_path / "run", seed=1), RecordedProgress()
     model = load_model(run)

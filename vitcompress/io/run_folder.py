@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from vitcompress.io.files import user_path
+
 # Exports with their default names (-*: in another precision, or with bytes as input), and what is beside them.
 EXPORT = r"(model|dense)(-.+)?\.(onnx|xml|bin|(rtx\.)?engine)(\.onnx|\.layers)?(\.json|\.data|\.dsse)?"
 SIGNATURE = ".dsse"  # added to the name of the signed file
@@ -74,7 +76,7 @@ class RunFolder:
     @classmethod
     def of(cls, artifact: str | Path) -> "RunFolder":
         """The folder `artifact`, or the one that contains it; not necessarily of a run."""
-        path = Path(artifact)
+        path = user_path(artifact)
         return cls(path if path.is_dir() else path.parent)
 
     def step(self, number: int, method: str) -> Path:
