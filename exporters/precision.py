@@ -58,6 +58,7 @@ def expand_layers(model: nn.Module, islands: Iterable[str]) -> tuple[str, ...]:
     Layers inside another one are omitted. Raises InputError for an fp32 layer that the model does not have.
     """
     kinds, modules = _layers_by_kind(model), dict(model.named_modules())
+    lists = {name: [f"{name}.{n}" for n in m._modules] for name, m in modules.items() if isinstance(m, nn.ModuleList)}
     names = [*kinds, *modules, *kinds["softmax"]]
     layers: list[str] = []
     for island in islands:
@@ -65,7 +66,7 @@ def expand_layers(model: nn.Module, islands: Iterable[str]) -> tuple[str, ...]:
             message = f"the model has no layer {island!r} to keep in fp32{did_you_mean(island, [AUTO, *names])}"
             hint = f"use {', '.join((AUTO, *KINDS))}, a module (blocks.0.mlp), an attention (blocks.0.attn.softmax)"
             raise InputError(message, hint=hint)
-        layers += kinds.get(island, [island])
+        layers += {**lists, **kinds}.get(island, [island])  # a list has no forward pass of its own
     order = {name: number for number, name in enumerate(modules)}
     outer = {name for name in layers if not is_within(name, set(layers) - {name})}
     return tuple(sorted(outer, key=lambda name: (order.get(name.removesuffix(SOFTMAX), 0), name)))

@@ -1,5 +1,6 @@
 """Measure the magnitudes inside a model on real images, and find what half precision cannot represent."""
 
+import math
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -101,7 +102,7 @@ def required_layers(model: nn.Module, ranges: Ranges, islands: tuple[str, ...] =
         if name in attentions and ranges.outputs.get(name, 0.0) <= LARGEST:
             layers.add(f"{name}{SOFTMAX}")
             continue
-        while name and name not in classifier and not ranges.outputs.get(name, 0.0) <= LARGEST:
+        while name and name not in classifier and not ranges.outputs.get(name, math.inf) <= LARGEST:  # none: a list
             name = name.rpartition(".")[0]
         if not name:
             raise _overflow_error(overflows, ())

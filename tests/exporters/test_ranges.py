@@ -97,6 +97,15 @@ def test_no_fp32_layer_helps_a_large_residual_stream() -> None:
         assert "--islands" not in str(caught.value.hint)
 
 
+def test_a_list_of_blocks_is_no_fp32_layer_as_its_blocks_return_half_precision() -> None:
+    model, x = build("dinov3", dtype=torch.float32), images("dinov3", dtype=torch.float32)
+    with torch.no_grad():
+        model.get_submodule("blocks.0.mlp.fc2").bias.add_(1e7)
+    with pytest.raises(PrecisionError, match=r"blocks\.") as caught:
+        check_fp16(model, x)
+    assert "--islands" not in str(caught.value.hint)
+
+
 def test_a_weight_that_is_too_large_overflows_by_itself() -> None:
     model = plain()
     with torch.no_grad():
