@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
@@ -70,8 +70,10 @@ def open_artifacts(
         any_device = in_torch or from_timm or _suffix(artifact) == ".onnx"
         for variant in settings if in_torch and settings else (None,):
             own = replace(options, device=device if any_device else options.device, **settings.get(variant or "", {}))
-            runner = _timm_onnx(str(artifact), own) if from_timm else open_artifact(artifact, own, number)
-            runner.name = f"{runner.name} {variant}" if variant else runner.name
+            with as_file(artifact, own) as file:
+                runner = open_artifact(file, own, number)
+            name = str(artifact) if from_timm else runner.name
+            runner.name = f"{name} {variant}" if variant else name
             stack.callback(runner.close)
             _check_settings(runner, options)
             runners[runner] = artifact, variant
@@ -131,8 +133,12 @@ def _supports(device: str, name: str) -> bool:
     return index >= hardware.count_gpus() or hardware.is_ampere(index) or not {"tf32", "bf16"} & set(name.split("+"))
 
 
-def _timm_onnx(name: str, options: RunnerOptions) -> Runner:
-    """What timm's `onnx_export` writes in fp32 with torch's current exporter; the file is deleted once it is open."""
+@contextlib.contextmanager
+def as_file(artifact: Artifact, options: RunnerOptions) -> Iterator[Artifact]:
+    """`artifact`, or of `timm-onnx:NAME` the file that timm writes in fp32 with torch's exporter, for this block."""
+    if not (name := str(artifact)).startswith(TIMM_ONNX):
+        yield artifact
+        return
     if options.precision in HALF:
         hint = f"leave --precision out: files run in their own; in torch {TIMM}NAME runs in {options.precision}"
         raise InputError(f"timm exports {name} in fp32, the requested precision is {options.precision}", hint=hint)
@@ -147,9 +153,7 @@ def _timm_onnx(name: str, options: RunnerOptions) -> Runner:
         proto = onnx.load(str(path), load_external_data=False)
         onnx.helper.set_model_props(proto, {"precision": json.dumps("fp32")})  # as in the metadata of our own files
         onnx.save(proto, str(path))
-        runner = open_runner(path, options)
-    runner.name = name
-    return runner
+        yield path
 
 
 def _dense_model(name: str, options: RunnerOptions) -> nn.Module:

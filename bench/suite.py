@@ -11,7 +11,7 @@ from annotated_types import Gt, MinLen
 from torch import nn
 
 from vitcompress.bench import environment, machine, timing
-from vitcompress.bench.artifacts import Artifact, open_artifacts, synthetic_images
+from vitcompress.bench.artifacts import Artifact, as_file, open_artifacts, synthetic_images
 from vitcompress.bench.environment import Monitor
 from vitcompress.bench.report import records
 from vitcompress.bench.report.measurements import bench_table
@@ -177,15 +177,16 @@ def measure_memory(artifact: str, variant: str | None, options: RunnerOptions, b
     the whole life of the process, with weights, images, and libraries such as OpenVINO that opening loads. Raises
     VitcompressError if the process failed, for example because there is not enough memory.
     """
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # a fork would start with this process's memory
+    # A fork would start with this process's memory; an exporter would need more than the file.
+    with as_file(artifact, options) as file, ProcessPoolExecutor(1, get_context("spawn")) as pool:
         try:
-            return pool.submit(_run_images, artifact, variant, options, batch).result()
+            return pool.submit(_run_images, file, variant, options, batch).result()
         except Exception as error:  # whatever the process raised, or its end
             message = f"the memory of {artifact} cannot be measured: {first_line(error)}"
             raise VitcompressError(message, hint="leave --memory out") from error
 
 
-def _run_images(artifact: str, variant: str | None, options: RunnerOptions, batch: int) -> dict[str, int | None]:
+def _run_images(artifact: Artifact, variant: str | None, options: RunnerOptions, batch: int) -> dict[str, int | None]:
     start = machine.peak_bytes()
     with ExitStack() as stack:
         (runner,) = open_artifacts([artifact], options, variant, stack)

@@ -338,3 +338,12 @@ def test_memory_is_that_of_one_artifact(folder: Path) -> None:
     table = bench_table([{"rows": [few, many]}])
     assert table.columns[-1] == "peak MiB" and int(table.rows[1][-1].removeprefix("+")) > images / 2**20
     assert "peak MiB" not in bench_table([{"rows": suite.run([folder], replace(SMALL, runs=1)).rows}]).columns
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="peak memory is not known here")
+def test_memory_of_an_export_of_timm_is_that_of_its_file(folder: Path) -> None:
+    """torch's exporter needs some 100 MiB, the two small models less than one."""
+    artifacts = [folder / "model.onnx", "timm-onnx:test_vit"]
+    own, timms = (row["memory"] for row in suite.run(artifacts, replace(SMALL, runs=1, memory=True)).rows)
+    assert own["process_peak_bytes"] and timms["process_peak_bytes"]
+    assert timms["process_peak_bytes"] < own["process_peak_bytes"] + 50 * 2**20
