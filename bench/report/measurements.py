@@ -50,7 +50,7 @@ def match_rows(entries: Iterable[records.BenchRecord], names: Mapping[str, Seque
 
     names: SHA-256 -> names, relative to the folder. A file that has changed since is not one of them.
     """
-    matches = ((entry, [row for row in entry["rows"] if row.get("sha256") in names]) for entry in entries)
+    matches = ((entry, [row for row in entry["rows"] if (row.get("sha256") or "") in names]) for entry in entries)
     return [_match_entry(entry, rows, names) for entry, rows in matches if rows]
 
 

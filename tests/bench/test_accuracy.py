@@ -200,6 +200,17 @@ def test_a_benchmark_of_other_files_is_rejected(tmp_path: Path) -> None:
     assert accuracy.run([str(run), str(other)], options)["rows"][1]["speed"] is not None
 
 
+def test_a_model_without_a_file_has_no_recorded_speed(tmp_path: Path) -> None:
+    """Neither it nor the row of its measurement has a hash: they were taken for equal."""
+    run, timms = folder(tmp_path / "run", seed=1), "timm:test_vit?img_size=8&patch_size=4&in_chans=1&num_classes=10"
+    write_json(tmp_path / "b.json", suite.run((timms, run), suite.BenchOptions("paper", 2, 1, 3)).to_dict())
+    options = accuracy.EvaluateOptions(data="digits", batch=540, bench=tmp_path / "b.json")
+    speeds = [row["speed"] for row in accuracy.run([timms, str(run)], options)["rows"]]
+    assert speeds[0] is None and speeds[1] is not None
+    with pytest.raises(InputError, match="measures none of these artifacts"):
+        accuracy.run([timms], options)
+
+
 def test_a_file_of_that_name_outside_a_run_is_not_read(tmp_path: Path) -> None:
     run = folder(tmp_path / "run", seed=1)
     model = load_model(run)
