@@ -151,7 +151,7 @@ def _dequantize(node: Any, named: Mapping[str, Any], folder: Path) -> tuple[np.n
 def represented_values(stored: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """`stored` times `scale`, and half the distance from each of these values to the next one."""
     values = stored.astype(np.float64)
-    if stored.dtype.kind in "iu":
+    if "int" in stored.dtype.name:  # NumPy has no kind for int4
         return values * scale, 0.5 * scale
     about = torch.finfo(getattr(torch, stored.dtype.name))
     sizes = np.maximum(np.abs(values), about.smallest_normal)

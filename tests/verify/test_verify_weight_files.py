@@ -209,3 +209,21 @@ def test_a_weight_that_is_listed_twice_fails_although_its_data_are_stored_once(e
     external.write_bytes(model.SerializeToString())
     check = check_weights(load_model(external.parent), external)
     assert check.verdict == "failed" and "a second time" in check.detail
+
+
+@pytest.mark.parametrize("kind", ["INT4", "UINT4", "INT8", "FLOAT8E4M3FN"])
+def test_quantized_tensors_of_any_type_are_read(kind: str, tmp_path: Path) -> None:
+    """Half the distance to the next value is half a step for integers; 1 is a power of two, followed by 1.125."""
+    tensors = [
+        onnx.helper.make_tensor("w", getattr(onnx.TensorProto, kind), [4, 4], [1.0] * 16),
+        onnx.helper.make_tensor("scale", onnx.TensorProto.FLOAT, [], [0.5]),
+    ]
+    nodes = [onnx.helper.make_node("DequantizeLinear", ["w", "scale"], ["d"])]
+    nodes.append(onnx.helper.make_node("MatMul", ["x", "d"], ["y"]))
+    ends = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1, 4]) for name in "xy"]
+    graph = onnx.helper.make_graph(nodes, "graph", ends[:1], ends[1:], tensors)
+    onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)]), tmp_path / "m.onnx")
+    stored = next(tensor for tensor in read_contents(tmp_path / "m.onnx").tensors if tensor.name == "w")
+    assert stored.dequantized is not None
+    values, half = stored.dequantized()
+    assert np.all(values == 0.5) and np.all(half == 0.5 * (0.5 if "INT" in kind else 0.125 / 2))
