@@ -10,7 +10,7 @@ from typing import Any, Protocol, Required, TypedDict, Unpack, runtime_checkable
 import numpy as np
 from torch import nn
 
-from vitcompress.errors import InputError
+from vitcompress.errors import InputError, OutputError
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.precision import expand_layers
 from vitcompress.exporters.runner import Runner, RunnerOptions
@@ -212,6 +212,8 @@ def write_with_data(path: Path, write: Callable[[Path], None], stale: Iterable[P
     write(target): writes a file with the name of `path`, and any others beside it. Returns the names of both.
     stale: files that are removed before they are moved.
     """
+    old = sidecar_path(path), *stale  # the first one describes the file that is replaced
+    _check_places(path, *old)
     with convert_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.", suffix=".part") as folder:
@@ -219,12 +221,20 @@ def write_with_data(path: Path, write: Callable[[Path], None], stale: Iterable[P
             write(target)
             sidecar = sidecar_path(target)
             data = sorted({*target.parent.iterdir()} - {target, sidecar})
-            for old in (sidecar_path(path), *stale):  # the first one describes the file that is replaced now
-                changing.get()(old)
-                old.unlink(missing_ok=True)
+            _check_places(*(path.parent / file.name for file in data))
+            for place in old:
+                changing.get()(place)
+                place.unlink(missing_ok=True)
             for file in (*data, target, *([sidecar] if sidecar.exists() else [])):
                 write_file(path.parent / file.name, file.replace)
     return path.name, *(file.name for file in data)
+
+
+def _check_places(*places: Path) -> None:
+    """Raise OutputError for a folder, which no file can replace."""
+    for place in places:
+        if place.is_dir():
+            raise OutputError(f"{place} cannot be written: it is a folder", hint="choose another file with --out")
 
 
 def record_export(path: Path, files: Iterable[str], source: Exported | None = None, **fields: Any) -> Exported:

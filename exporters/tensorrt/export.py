@@ -15,7 +15,7 @@ from typing import Unpack
 import torch
 from torch import nn
 
-from vitcompress.errors import DeviceError, InputError, OutputError, VitcompressError
+from vitcompress.errors import DeviceError, InputError, VitcompressError
 from vitcompress.exporters.base import Exported, Exporter, ModelInfo, record_export, write_sidecar, write_with_data
 from vitcompress.exporters.onnx import export as onnx_export
 from vitcompress.exporters.onnx import file
@@ -69,9 +69,6 @@ def export(
     default = "default of TensorRT for RTX" if flavour is RTX else "the GPU that it was built on"
     reason = "requested" if options.sm else default
     options = replace(options, sm=choose_targets(flavour, options))
-    for place in (path, *_companions(path)):
-        if place.is_dir():
-            raise OutputError(f"{place} cannot be written: it is a folder", hint="choose another file with --out")
     results: list[Exported] = []
 
     def write(staged: Path) -> None:

@@ -3,13 +3,14 @@
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from contracts import build, traces
 from packages import write_package
 
-from vitcompress.errors import ArtifactError, InputError
+from vitcompress.errors import ArtifactError, InputError, OutputError
 from vitcompress.exporters.doctor import targets
 from vitcompress.exporters.onnx.export import ONNX
 from vitcompress.exporters.runtimes import (
@@ -57,6 +58,22 @@ def test_an_unavailable_format_is_rejected_with_the_reason() -> None:
     with pytest.raises(InputError, match="onnx cannot be exported on this machine: no disk") as caught:
         available_exporter(replace(ONNX, unavailable=lambda: "no disk"), hint="buy one")
     assert caught.value.hint == "buy one"
+
+
+@pytest.mark.parametrize(("format", "place"), [("onnx", "m.onnx.json"), ("openvino", "m.xml"), ("openvino", "m.bin")])
+def test_a_folder_in_the_way_of_an_export_leaves_the_previous_files(format: str, place: str, tmp_path: Path) -> None:
+    """The previous sidecar was removed, and new data files stayed."""
+    if EXPORTERS[format].unavailable():
+        pytest.skip("OpenVINO is not here")
+    model, path = build("plain", dtype=torch.float32), tmp_path / f"m{EXPORTERS[format].suffix}"
+    about: Any = {"input": input_config(model), "traces": traces("plain")}
+    EXPORTERS[format].export(model, path, **about)
+    (tmp_path / place).unlink()
+    (tmp_path / place).mkdir()
+    before = {file: file.is_file() and file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(OutputError, match=f"{place} cannot be written: it is a folder"):
+        EXPORTERS[format].export(model, path, **about)
+    assert {file: file.is_file() and file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
 def test_an_exporter_of_another_package_is_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
