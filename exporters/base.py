@@ -159,7 +159,8 @@ class Exporter:
         """Raise InputError for a name that runners would open as a file of another format."""
         if path.suffix != self.file_suffix:
             message = f"{path} cannot be a file of the format {self.name}, whose names end in {self.file_suffix}"
-            raise InputError(message, hint=f"--out {path.with_suffix(self.suffix)}, or another --format")
+            other = path.parent / f"{path.stem or 'model'}{self.suffix}"  # a folder such as `.` has no name
+            raise InputError(message, hint=f"--out {other}, or another --format")
 
     def supported(self, options: ExportOptions) -> frozenset[str]:
         """Names of the options that the format supports in the precision of `options`."""

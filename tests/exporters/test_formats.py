@@ -54,6 +54,13 @@ def test_an_unknown_format_is_rejected_with_the_closest_name() -> None:
     assert "openvino" in str(caught.value.hint)
 
 
+@pytest.mark.parametrize(("path", "other"), [("m.bin", "m.onnx"), (".", "model.onnx"), ("/", "/model.onnx")])
+def test_a_name_of_another_format_is_rejected_with_one_that_fits(path: str, other: str) -> None:
+    with pytest.raises(InputError, match=r"whose names end in \.onnx") as caught:
+        ONNX.check_path(Path(path))
+    assert caught.value.hint == f"--out {other}, or another --format"
+
+
 def test_an_unavailable_format_is_rejected_with_the_reason() -> None:
     with pytest.raises(InputError, match="onnx cannot be exported on this machine: no disk") as caught:
         available_exporter(replace(ONNX, unavailable=lambda: "no disk"), hint="buy one")
