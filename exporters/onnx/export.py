@@ -133,7 +133,7 @@ def prepare_quantized(
     classifier, stem = tuple(classifier_layers(model)), family_of(model).stem
     factors = {name: tuple(exponents) for name, exponents in about.get("factors", {}).items()}
     if factors:  # the traces are those of the model as it is
-        about["traces"] = about.get("traces", {}).setdefault("rescaled", {})
+        about["traces"] = about.get("traces", {}).setdefault(tuple(factors.items()), {})
     write = partial(export, rescale(model, factors), options=options.only({"opset", "uint8"}), reason=reason, **about)
     plain = write(path, lean=lean)
     # Ranges are those of the tokens that are read, in every form.

@@ -157,3 +157,7 @@ def test_exports_with_shared_traces_write_the_same_files(tmp_path: Path, monkeyp
             del count[traced:]
         assert shared.sha256 == alone[same].sha256 and shared.metadata == alone[same].metadata, (number, options)
     assert len(count) == 5, "fp32, rescaled, fp16, bytes, opset 22"
+    doubled = {name: [exponent + 1 for exponent in exponents] for name, exponents in factors.items()}
+    more = {"factors": doubled, "options": int8, **about}
+    shared, own = (export(model, tmp_path / "other.onnx", **more, traces=kept).sha256 for kept in (traces, {}))
+    assert shared == own, "other factors"
