@@ -101,7 +101,8 @@ def list_warnings(entries: Iterable[records.BenchRecord]) -> list[str]:
         (shorten_names(line, [row["artifact"] for row in entry["rows"]]), row["runtime"])
         for entry in entries
         for line in (*entry["warnings"], *entry["notes"])
-        for row in [row for row in entry["rows"] if line.startswith(f"{row['artifact']}, ")] or entry["rows"]
+        for row in [row for row in entry["rows"] if re.match(re.escape(row["artifact"]) + "[,:] ", line)]
+        or entry["rows"]
     )
     return [f"- note ({names}): {line}" for line, names in join_names(lines).items()]
 

@@ -224,6 +224,8 @@ def test_a_remark_on_one_artifact_has_the_runtime_of_that_artifact() -> None:
     rows = [{"artifact": "dense.onnx", "runtime": "onnxruntime"}, {"artifact": "run", "runtime": "torch"}]
     entry: Any = {"rows": rows, "warnings": ["run, batch 1: noisy"], "notes": ["device: cpu"]}
     assert list_warnings([entry]) == ["- note (torch): run, batch 1: noisy", "- note (onnxruntime, torch): device: cpu"]
+    entry["warnings"] = ["run: 4 threads on 2 cores; use --threads 2"]
+    assert list_warnings([entry])[0] == "- note (torch): run: 4 threads on 2 cores; use --threads 2"
 
 
 def test_removed_layers_are_in_natural_order() -> None:
