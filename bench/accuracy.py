@@ -54,7 +54,7 @@ class EvaluateOptions:
 class EvaluationRow(records.AccuracyRecord, records.RuntimeRecord):
     """Accuracy of one artifact, its settings, and the recorded speed of the same file with the same settings.
 
-    mistakes: indices of the images that it classifies wrongly.
+    speed: one with the same threads, else its threads may differ. mistakes: indices of the wrongly classified images.
     """
 
     artifact: str
@@ -177,7 +177,8 @@ def _evaluate(
         **{key: known[key] for key in ("artifact", "runtime", "device", "precision", "threads", "sha256")},
         **accuracy.to_dict(),
         "input": runner.input.to_dict(),
-        "speed": find_speed(benches, known["sha256"], settings),
+        "speed": find_speed(benches, known["sha256"], {**settings, "threads": known["threads"]})
+        or find_speed(benches, known["sha256"], settings),
         "mistakes": np.flatnonzero(~mask).tolist(),
     }
     return cast(EvaluationRow, row), mask

@@ -185,6 +185,11 @@ def test_rows_hold_the_speed_of_the_same_bytes_run_in_the_same_way(tmp_path: Pat
     assert rows == printed and rows[1]["speed"] is None  # torch was not measured
     assert rows[0]["sha256"] == expected["sha256"] == file_sha256(run / "model.onnx")
     assert {key: expected[key] for key in rows[0]["speed"]} == rows[0]["speed"] and rows[0]["speed"]["batch"] == 2
+    rows = [{**expected, "threads": number} for number in (7, expected["threads"])]  # the first is the latest
+    for measurements, threads in ((rows, expected["threads"]), (rows[:1], 7)):
+        write_json(run / "bench.json", [{**measured, "rows": measurements}])
+        speed = accuracy.run(artifacts, options)["rows"][0]["speed"]
+        assert speed is not None and speed["threads"] == threads
     for other in ({"precision": "bf16"}, {"compile": True}, {"transfers": True}):
         write_json(run / "bench.json", [{**measured, "rows": [{**row, **other} for row in measured["rows"]]}])
         assert accuracy.run(artifacts, options)["rows"][0]["speed"] is None
