@@ -115,11 +115,11 @@ def _narrow(model: nn.Module, dtype: torch.dtype, wide: Sequence[str]) -> None:
             continue
         for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             if tensor.is_floating_point():
-                largest, tensor.data = float(tensor.detach().abs().max()), tensor.data.to(dtype)
+                values, tensor.data = tensor.data, tensor.data.to(dtype)
                 if not torch.isfinite(tensor).all():
                     layers = f"--islands {name} or auto, or " if name else ""
                     limit = f"the largest in half precision is {torch.finfo(dtype).max:.5g}"
-                    message = f"{f'{name}.{key}'.lstrip('.')} has the value {largest:.6g}, {limit}"
+                    message = f"{f'{name}.{key}'.lstrip('.')} has the value {float(values.abs().max()):.6g}, {limit}"
                     raise PrecisionError(message, hint=f"use {layers}--precision bf16 or fp32")
 
 

@@ -35,6 +35,12 @@ def test_fp32_is_a_copy_with_the_same_outputs() -> None:
     assert torch.equal(logits(model, precision="fp32"), model(X))
 
 
+def test_an_empty_buffer_has_no_largest_value() -> None:
+    model = plain()
+    model.register_buffer("unused", torch.empty(0))
+    assert torch.equal(logits(model), logits(plain()))
+
+
 def test_layer_names_are_in_the_order_of_the_model() -> None:
     assert expand_layers(plain(), ("head", "blocks.1.mlp", "softmax")) == (
         "blocks.0.attn.softmax",
