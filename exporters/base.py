@@ -168,8 +168,9 @@ class Exporter:
 
     def check(self, options: ExportOptions) -> None:
         """Raise InputError for options that the format does not support, before any work."""
+        supported = self.supported(options)
         for name in options.changed():
-            if name not in (supported := self.supported(options)):
+            if name not in supported:
                 value = describe_value(getattr(options, name))
                 message = f"{name} is {value}, but the format {self.name} has no such option in {options.precision}"
                 raise InputError(message, hint=f"omit it; {self.name} supports {', '.join(sorted(supported))}")

@@ -1,6 +1,5 @@
 """Measure the magnitudes inside a model on real images, and find what half precision cannot represent."""
 
-import math
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ class Ranges:
     """Largest magnitudes by module path.
 
     inside: of the weights of a module and the results of its own operations, without those of its children.
-    outputs: of what the module returns.
+    outputs: of what the module returns; a list of modules, which is not called, has none.
     """
 
     inside: Mapping[str, float]
@@ -102,7 +101,7 @@ def required_layers(model: nn.Module, ranges: Ranges, islands: tuple[str, ...] =
         if name in attentions and ranges.outputs.get(name, 0.0) <= LARGEST:
             layers.add(f"{name}{SOFTMAX}")
             continue
-        while name and name not in classifier and not ranges.outputs.get(name, math.inf) <= LARGEST:  # none: a list
+        while name and name not in classifier and not ranges.outputs.get(name, float("inf")) <= LARGEST:
             name = name.rpartition(".")[0]
         if not name:
             raise _overflow_error(overflows, ())

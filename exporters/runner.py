@@ -53,10 +53,9 @@ class RunnerOptions:
 
 # Keys of every runner's description, with the values for runtimes without such a property.
 DESCRIPTION: dict[str, object] = {
-    **dict.fromkeys(("artifact", "sha256", "runtime", "runtime_version", "device_name", "provider")),
-    **{"device": "cpu", "precision": None, "tf32": False, "threads": None, "sdpa": None},
-    **dict.fromkeys(("compile", "cuda_graph", "transfers"), False),
-    **dict.fromkeys(("graph_optimization", "weights")),
+    **dict.fromkeys(("artifact", "sha256", "runtime", "runtime_version", "device_name", "provider", "precision")),
+    **dict.fromkeys(("threads", "sdpa", "graph_optimization", "weights")),
+    **{"device": "cpu", "tf32": False, "compile": False, "cuda_graph": False, "transfers": False},
 }
 # Setting -> the only runtime that has it, and the artifacts that run there.
 OWNED_SETTINGS = {
@@ -96,8 +95,8 @@ class Runner(ABC):
         More images than its largest batch are several calls; copies of the last image complete its smallest batch.
         """
         least, _, most = self.describe().get("batch_range") or (1, 0, len(images))
-        calls = [(part, part[-1:].repeat(max(0, least - len(part)), 1, 1, 1)) for part in torch.split(images, most)]
-        return torch.cat([self(torch.cat(call))[: len(call[0])] for call in calls])
+        full = ((p, torch.cat([p, p[-1:].repeat(max(0, least - len(p)), 1, 1, 1)])) for p in torch.split(images, most))
+        return torch.cat([self(batch)[: len(part)] for part, batch in full])
 
     def bind(self, images: Tensor) -> BoundCall:
         """One forward pass of `images` as a call without arguments.

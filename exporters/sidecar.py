@@ -105,7 +105,7 @@ def read_sidecar(path: Path) -> dict[str, Any]:
 
 
 def usable_sidecar(path: Path) -> dict[str, Any]:
-    """`read_sidecar`; empty, too, if it cannot be used, for which `verify` has a failed check."""
+    """Like `read_sidecar`, but empty if the sidecar cannot be used; `verify` reports that as a failed check."""
     with suppress(ArtifactError):
         return read_sidecar(path)
     return {}

@@ -33,7 +33,7 @@ def read_benchmarks(path: Path) -> list[records.BenchRecord]:
 def find_speed(
     entries: Iterable[records.BenchRecord], sha256: str | None, settings: Mapping[str, object] | None = None
 ) -> records.SpeedRecord | None:
-    """The first, latest measurement of the file with this hash, or None. settings: values that its row must have."""
+    """The latest measurement, which comes first, of the file with this hash, or None. settings: values of its row."""
     rows: list[dict[str, object]] = [dict(row) for entry in entries for row in entry["rows"]]
     same = [row for row in rows if row.get("sha256") == sha256 and (settings or {}).items() <= row.items()]
     return cast(records.SpeedRecord, {key: same[0][key] for key in SPEED_KEYS}) if sha256 and same else None
@@ -87,9 +87,7 @@ def is_dense(artifact: str) -> bool:
 def pairs(entries: Iterable[records.BenchRecord]) -> Iterator[Pair]:
     """The dense and compressed artifacts that were measured with the same settings, first those without disturbance."""
     for entry in sorted(entries, key=lambda entry: bool(entry.get("disturbed"))):
-        for row, ratio in _pair_ratios(entry):
-            if ratio is None:
-                first = row  # by its place: all variants of a folder have the same name
+        for first, row, ratio in _pair_ratios(entry):
             same = all(first.get(key) == row.get(key) for key in SETTINGS)
             if ratio and same and is_dense(ratio["a"]) and not is_dense(ratio["b"]):
                 yield first, row, ratio
@@ -101,8 +99,7 @@ def list_warnings(entries: Iterable[records.BenchRecord]) -> list[str]:
         (shorten_names(line, [row["artifact"] for row in entry["rows"]]), row["runtime"])
         for entry in entries
         for line in (*entry["warnings"], *entry["notes"])
-        for row in [row for row in entry["rows"] if re.match(re.escape(row["artifact"]) + "[,:] ", line)]
-        or entry["rows"]
+        for row in [r for r in entry["rows"] if re.match(re.escape(r["artifact"]) + "[,:] ", line)] or entry["rows"]
     )
     return [f"- note ({names}): {line}" for line, names in join_names(lines).items()]
 
@@ -134,7 +131,7 @@ def describe_setting(row: records.BenchRow, *, threads: bool = True) -> str:
 
 def bench_table(entries: Sequence[records.BenchRecord]) -> Table:
     """One row per artifact and runtime; its speed-up is over the first artifact at the same batch size."""
-    rows: list[dict[str, Any]] = [{**row, "ratio": ratio} for entry in entries for row, ratio in _pair_ratios(entry)]
+    rows: list[dict[str, Any]] = [{**row, "ratio": ratio} for entry in entries for _, row, ratio in _pair_ratios(entry)]
     names = text.shorten_paths(row["artifact"] for row in rows)
     columns: Columns = {
         "artifact": lambda row: names[row["artifact"]],
@@ -153,11 +150,13 @@ def bench_table(entries: Sequence[records.BenchRecord]) -> Table:
     return Table.of("Speed", columns, rows)
 
 
-def _pair_ratios(entry: records.BenchRecord) -> Iterator[tuple[records.BenchRow, records.RatioRecord | None]]:
-    """Each row with its ratio, None for the first artifact; the rows of each batch size are in the same order."""
+def _pair_ratios(
+    entry: records.BenchRecord,
+) -> Iterator[tuple[records.BenchRow, records.BenchRow, records.RatioRecord | None]]:
+    """The first row of each row's batch size, by place as variants share a name, the row, and their ratio, if any."""
     rows, ratios = entry["rows"], entry.get("ratios", ())
     artifacts, rest = len(rows) // max(1, len(rows) - len(ratios)), iter(ratios)
-    return ((row, next(rest) if number % artifacts else None) for number, row in enumerate(rows))
+    return ((rows[n - n % artifacts], row, next(rest) if n % artifacts else None) for n, row in enumerate(rows))
 
 
 def _format_precision(row: records.BenchRow) -> str:

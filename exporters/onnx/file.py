@@ -143,7 +143,7 @@ def _dequantize(node: Any, named: Mapping[str, Any], folder: Path) -> tuple[np.n
         raise ArtifactError(message, hint="copy or export the file again")
     shape = [-1 if number == axis % stored.ndim else 1 for number in range(stored.ndim)]
     fitted = (values.astype(np.float64).reshape(shape if values.ndim else []) for values in others)
-    scale, zero = [*fitted, *[np.array(1.0), np.array(0.0)][len(others) :]][:2]
+    scale, zero = next(fitted, np.array(1.0)), next(fitted, np.array(0.0))
     values, half = represented_values(stored, scale)
     return values - zero * scale, half
 

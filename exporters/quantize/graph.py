@@ -12,6 +12,7 @@ signed ones, unless several products read them (PVTv2). OpenVINO is slower with 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -120,7 +121,7 @@ def quantize(source: Path, target: Path, settings: Quantization, metadata: Mappi
         message = f"no linear layer is left to compute in {settings.precision}"
         raise PrecisionError(message, hint="use fewer --islands, or fp32")
     largest = dict[str, float]()
-    for key, tensor in ((key, tensor) for _, inputs in products for key, tensor in inputs.items()):
+    for key, tensor in chain.from_iterable(inputs.items() for _, inputs in products):
         largest[tensor] = max(largest.get(tensor, 0.0), _finite(ranges[key], f"the range of the input of {key}"))
     names = {node.input[1] for node, _ in products}
     weights = {tensor.name: tensor for tensor in model.graph.initializer if tensor.name in names}

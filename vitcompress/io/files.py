@@ -24,7 +24,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 # Where signatures are required, SHA-256 of the only files that runners open, by resolved path; elsewhere empty. Nothing
-# is written beside these files, as that would end the signatures.
+# is written beside these files, as that would invalidate the signatures.
 signed_files: ContextVar[Mapping[Path, str]] = ContextVar("signed_files", default={})  # noqa: B039 - is never changed
 # Called with the path of a file just before it is replaced or removed.
 changing: ContextVar[Callable[[Path], object]] = ContextVar("changing", default=lambda path: None)
