@@ -215,7 +215,9 @@ def write_with_data(path: Path, write: Callable[[Path], None], stale: Iterable[P
     stale: files that are removed before they are moved.
     """
     old = sidecar_path(path), *stale  # the first one describes the file that is replaced
-    _check_places(path, *old)
+    for place in (path, *old):
+        if place.is_dir():
+            raise OutputError(f"{place} cannot be written: it is a folder", hint="choose another file with --out")
     with convert_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.", suffix=".part") as folder:
@@ -223,20 +225,12 @@ def write_with_data(path: Path, write: Callable[[Path], None], stale: Iterable[P
             write(target)
             sidecar = sidecar_path(target)
             data = sorted({*target.parent.iterdir()} - {target, sidecar})
-            _check_places(*(path.parent / file.name for file in data))
             for place in old:
                 changing.get()(place)
                 place.unlink(missing_ok=True)
             for file in (*data, target, *([sidecar] if sidecar.exists() else [])):
                 write_file(path.parent / file.name, file.replace)
     return path.name, *(file.name for file in data)
-
-
-def _check_places(*places: Path) -> None:
-    """Raise OutputError for a folder, which no file can replace."""
-    for place in places:
-        if place.is_dir():
-            raise OutputError(f"{place} cannot be written: it is a folder", hint="choose another file with --out")
 
 
 def record_export(path: Path, files: Iterable[str], source: Exported | None = None, **fields: Any) -> Exported:

@@ -283,8 +283,8 @@ class AccuracyRecord(TypedDict):
 
 
 class FileAccuracy(AccuracyRecord):
-    """Accuracy of an exported file. sha256: of the file; missing in reports of earlier versions, as is flips: images in
-    another class than by the compressed model.
+    """Accuracy of an exported file. sha256: of the file. flips: images in another class than by the compressed model;
+    missing where only the file was evaluated.
     """
 
     sha256: NotRequired[str | None]

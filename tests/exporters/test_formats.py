@@ -67,7 +67,7 @@ def test_an_unavailable_format_is_rejected_with_the_reason() -> None:
     assert caught.value.hint == "buy one"
 
 
-@pytest.mark.parametrize(("format", "place"), [("onnx", "m.onnx.json"), ("openvino", "m.xml"), ("openvino", "m.bin")])
+@pytest.mark.parametrize(("format", "place"), [("onnx", "m.onnx.json"), ("openvino", "m.xml")])
 def test_a_folder_in_the_way_of_an_export_leaves_the_previous_files(format: str, place: str, tmp_path: Path) -> None:
     """The previous sidecar was removed, and new data files stayed."""
     if EXPORTERS[format].unavailable():

@@ -164,14 +164,8 @@ def current_report(folder: Path, report: Report) -> Report:
     """
     files, names = RunFolder(folder), list_names(folder, report)
     hashes = {name: sha256 for sha256, equal in names.items() for name in equal}
-    # Earlier versions recorded accuracies without a hash, which is that of the file when the report was written.
-    before = {entry["file"]: entry["sha256"] for entry in report.get("artifacts") or () if entry["accuracy"]}
     recorded = cast(dict[str, Any], read_record(files.accuracy, reports.ACCURACIES) or report.get("accuracy") or {})
-    accuracy = {
-        name: value
-        for name, value in recorded.items()
-        if "." not in name or value.get("sha256", before.get(name)) == hashes.get(name, "")
-    }
+    accuracy = {k: v for k, v in recorded.items() if "." not in k or v.get("sha256") == hashes.get(k, "")}
     measured = match_rows(read_record(files.benchmark, list[BenchRecord]) or report.get("bench") or (), names)
     paths = [path for model in (DENSE, "model") for path in exported_files(folder, model)]
     artifacts = [entry for path in paths if (entry := _artifact(path, hashes[path.name], accuracy, measured))]

@@ -182,10 +182,6 @@ def _contradictions(tables: _Tables, selected: Sequence[RowTable], sets: Sequenc
     yield from (f"{place}   follows from the study's total: set epochs instead" for place in places)
     of_rows = (key for key in ("name", "summary", "step") if key in tables.base)
     yield from (f"base.{key}   has no effect: every row has its own" for key in of_rows)
-    for text in sets:
-        match key_path(text):
-            case ["row", int(number), *_] if any(row not in selected for row in tables.row[number : number + 1]):
-                yield f"--set {text}   has no effect: the row {tables.row[number].name} is not selected"
     for method, options in tables.options.items():
         steps = [step for row in selected for step in row.step if step.get("method") == method]
         problems = list[str]()
