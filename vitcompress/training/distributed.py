@@ -27,6 +27,7 @@ Amp = Literal["none", "fp16", "bf16"]
 PATIENCE = timedelta(minutes=30)  # for other processes: one that is gone ends all of them
 _AMP_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _GROUPS = itertools.count()  # the process groups of this process
+_TORCH: Any = distributed  # its type hints lack stores
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def start(device: str | torch.device = "auto", amp: Amp = "none", workers: int =
     rank, world_size = (int(os.environ.get(*one)) for one in (("RANK", "0"), ("WORLD_SIZE", "1")))
     if joined := world_size > 1 and not distributed.is_initialized():
         try:
-            store = distributed.PrefixStore(str(next(_GROUPS)), _store())  # without addresses of earlier groups
+            store = _TORCH.PrefixStore(str(next(_GROUPS)), _store())  # without addresses of earlier groups
             backend = "nccl" if chosen.type == "cuda" else "gloo"
             distributed.init_process_group(backend, None, PATIENCE, world_size, rank, store)
         except (distributed.DistError, ValueError) as error:  # ValueError: no address
@@ -115,9 +116,9 @@ def start(device: str | torch.device = "auto", amp: Amp = "none", workers: int =
 
 
 @functools.cache
-def _store() -> distributed.Store:
+def _store() -> Any:
     """Where the processes find each other's addresses; rank 0 may host it, so it is not closed between two groups."""
-    return next(distributed.rendezvous("env://", timeout=PATIENCE))[0]
+    return next(_TORCH.rendezvous("env://", timeout=PATIENCE))[0]
 
 
 @contextlib.contextmanager

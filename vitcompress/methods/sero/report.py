@@ -1,5 +1,6 @@
 """The record of an exploration, and its tables and curves for the report."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ UNITS: Columns = {
 EPOCHS: Columns = {
     "epoch": lambda row: row["epoch"] + 1,
     "requested": lambda row: f"{100 * row['wanted']:.2f} %",
-    **{kind: lambda epoch, kind=kind: _removed(*epoch[kind]) for kind in NAMES},
+    **{kind: partial(lambda kind, epoch: _removed(*epoch[kind]), kind) for kind in NAMES},
 }
 
 

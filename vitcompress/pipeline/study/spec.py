@@ -175,9 +175,9 @@ def _contradictions(tables: _Tables, selected: Sequence[RowTable], sets: Sequenc
             yield f"row {own.name}.against   got {curve!r}, expected another row's curve{did_you_mean(curve, others)}"
     finetune = tables.base.get("finetune")
     places = ["base.finetune.epochs"] if isinstance(finetune, dict) and "epochs" in finetune else []
-    for name, key in ((row.name, key_path(text)) for row in tables.row for text in row.set):
-        places += [f"row {name}.set finetune.epochs"] if key in (["finetune"], ["finetune", "epochs"]) else []
-        if key[:1] in (["model"], ["data"], ["dense"]) or key in (["run"], ["run", "amp"]):
+    for name, keys in ((row.name, key_path(text)) for row in tables.row for text in row.set):
+        places += [f"row {name}.set finetune.epochs"] if keys in (["finetune"], ["finetune", "epochs"]) else []
+        if keys[:1] in (["model"], ["data"], ["dense"]) or keys in (["run"], ["run", "amp"]):
             yield f"row {name}.set   changes model, data, dense or run.amp, which all rows share: set base"
     yield from (f"{place}   follows from the study's total: set epochs instead" for place in places)
     of_rows = (key for key in ("name", "summary", "step") if key in tables.base)
