@@ -34,9 +34,8 @@ def verify(folder: Path, require_verified: bool, adopt: bool) -> int:
         from vitcompress.verify.folder import verify_folder
 
         progress.stage(f"Verify {folder}")
-        dense = dense_folder_to_verify(folder)
         with claim_run(folder):
-            verification = verify_folder(folder, dense=dense, progress=progress, adopt=adopt)
+            verification = verify_folder(folder, None, dense_folder_to_verify(folder), progress, adopt=adopt)
             refresh_reports([folder], progress)
     print_result({"weights": {"tensors": [], "files": []}, **verification.to_dict()}, tables.print_verification)
     due = [check for check in verification.checks if check.applies]

@@ -320,9 +320,8 @@ def verify(folder: str | Path, *, progress: Progress | None = None) -> Verificat
     Raises:
         ArtifactError, PlanError, WeightsError: there is no model in the folder, or a file of it is damaged.
     """
-    path = user_path(folder)
     with torch.autocast("cpu", enabled=False):  # as in `export`
-        return verify_folder(path, dense=dense_folder_to_verify(path), progress=progress or SILENT)
+        return verify_folder(path := user_path(folder), None, dense_folder_to_verify(path), progress or SILENT)
 
 
 def evaluate(

@@ -74,13 +74,14 @@ def evaluate_models(job: Job) -> None:
     """
     if job.data is None:
         return
-    job.progress.stage("Evaluate on the test images")
     loader = EvalLoader(job.data.test, job.input, job.recipe.finetune.batch_size, job.runtime)
     digest, top1 = images_digest(job.data.classes, job.data.test), dict[str, np.ndarray]()
     wrong = read_record(job.files.mistakes, dict[str, list[int]]) or {}
     known = (read_record(job.files.accuracy, ACCURACIES) or {}).items()
     accuracies = {k: v for k, v in known if k in wrong and v.get("images_digest") == digest}
     for name, model in _models(job, accuracies):
+        if not top1:
+            job.progress.stage("Evaluate on the test images")
         predict = model.predict if isinstance(model, Runner) else model
         accuracy, correct, top1[name] = evaluate_images(predict, loader, job.runtime)
         own = {"sha256": model.describe()["sha256"]} if isinstance(model, Runner) else {}
@@ -91,8 +92,9 @@ def evaluate_models(job: Job) -> None:
         job.progress.note(f"{name}: {accuracy.correct} of {accuracy.total} correct")
     masks = {name: ~np.isin(np.arange(len(job.data.test)), images) for name, images in wrong.items()}
     tests = {k: mcnemar(masks[a], masks["compressed"]) for k, a in PAIRED_TESTS.items() if a in masks}
-    write_json(job.files.mistakes, wrong)
-    write_json(job.files.accuracy, {**accuracies, **tests})
+    if top1:
+        write_json(job.files.mistakes, wrong)
+        write_json(job.files.accuracy, {**accuracies, **tests})
 
 
 def _models(job: Job, known: Mapping[str, Mapping[str, object]]) -> Iterator[tuple[str, nn.Module | Runner]]:

@@ -286,7 +286,7 @@ def _runner_checks(path: Path, original: Original, runner: Runner) -> list[Check
     if settings:
         limits = _limits(original, images, [settings, "bf16"] if stated.endswith("+bf16") else [settings])
     else:
-        # A file that takes bytes has a first convolution that was rounded once more: as in a second evaluation.
+        # A file that takes bytes rounds the normalized images once more: as in a second evaluation.
         evaluations = 1 + bool(preprocessing) if precision == "fp32" and on_cpu else 0
         limits = _limits(original, images, [precision], evaluations)
     source = f"{stated} in {about['runtime']} on {about['device']}, batch {', '.join(map(str, batches))}"
