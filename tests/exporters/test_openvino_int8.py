@@ -151,7 +151,7 @@ def test_attentions_with_as_many_tokens_as_heads_run_at_a_fixed_batch(
 def test_every_stored_weight_is_within_half_a_step_of_the_model(uint8: bool, model: nn.Module, tmp_path: Path) -> None:
     contents = read_contents(export(model, tmp_path / "m.xml", traces(), precision="int8", uint8=uint8).path)
     represented = [stored.name for stored in contents.tensors if stored.dequantized is not None]
-    assert len(represented) == 2 * 4 * 2 + (2 if uint8 else 3)  # weights and biases in eight bits, and tensors in fp16
+    assert len(represented) == 2 * 4 * 2 + 3  # weights and biases in eight bits, and tensors in fp16
     assert not compare_tensors(exported_module(model, contents.metadata), contents).problems
     weight = model.get_submodule("blocks.1.mlp.fc1").weight
     with torch.no_grad():

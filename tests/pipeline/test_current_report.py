@@ -223,20 +223,15 @@ def test_speeds_without_their_files_are_dropped() -> None:
     assert match_rows([entry], {"3": ["model.onnx"]}) == []
 
 
-def test_figures_of_earlier_versions_are_those_of_the_recorded_file(folder: Path) -> None:
-    report, shares = (
-        json.loads((folder / "report.json").read_text()),
-        {"top1": 0.5, "top5": 1.0, "top1_ci95": [0.0, 1.0]},
-    )
-    counts = {"correct": 1, "correct5": 2, "total": 2, "loss": 1.0, **shares}
-    for entry in report["artifacts"]:
-        entry["accuracy"] = counts
-    (folder / "manifest.json").unlink()  # which earlier versions did not write
-    del report["manifest"]
-    (folder / "report.json").write_text(json.dumps(report))
-    (folder / "state/accuracy.json").write_text(json.dumps({"model.onnx": counts, "gone.onnx": counts}))
-    call("report", "run")
-    assert rows(folder)["model.onnx"]["accuracy"] == counts
+def test_an_accuracy_is_shown_for_the_file_that_it_was_counted_with(folder: Path) -> None:
+    shares = {"top1": 0.5, "top5": 1.0, "top1_ci95": [0.0, 1.0]}
+    unknown = {"correct": 1, "correct5": 2, "total": 2, "loss": 1.0, **shares}
+    counts = {**unknown, "sha256": rows(folder)["model.onnx"]["sha256"]}
+    (folder / "manifest.json").unlink()
+    for entries, shown in (({"model.onnx": unknown}, None), ({"model.onnx": counts, "gone.onnx": counts}, counts)):
+        (folder / "state/accuracy.json").write_text(json.dumps(entries))
+        call("report", "run")
+        assert rows(folder)["model.onnx"]["accuracy"] == shown
     call("export", "run", "--opset", "21")
     call("report", "run")
     assert rows(folder)["model.onnx"]["accuracy"] is None
