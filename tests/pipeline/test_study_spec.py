@@ -127,6 +127,11 @@ def test_the_default_of_a_key_and_an_option_of_a_selected_row_are_accepted(tiny:
         ),
         (("pruned_layers = 2 }]", 'pruned_layers = 2 }]\nset = ["export.precison=int8"]'), "export.precison"),
         (("pruned_layers = 2 }]", 'pruned_layers = 2 }]\nset = ["quantize.epochs=1"]'), "quantize   has no effect"),
+        (("threads = 1", "threads = 1, seed = 3"), "all 2 rows: run.seed   has no effect: "),
+        (
+            ("pruned_layers = 2 }]", 'pruned_layers = 2 }]\nset = ["run.seed=3"]'),
+            "row random_2: run.seed   has no effect: ",
+        ),
         (("epochs = 2\n", "epochs = 2\nlike = 3\n"), "like"),
         (("\n[speed]", 'like = "digits"\nspeed = 3\n[other]'), "speed   "),
     ],

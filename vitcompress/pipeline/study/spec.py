@@ -159,6 +159,8 @@ def _build_row(study: str, tables: _Tables, row: RowTable, wrong: dict[str, list
         for problem in error.problems:
             wrong[problem].append(row.name)
         return None
+    if recipe.run.seed:
+        wrong["run.seed   has no effect: runs have the seeds 0, 1, ...; --seeds sets their number"].append(row.name)
     if recipe.export.precision != "fp32" and "onnx" not in recipe.export.formats:
         wrong["export.formats   must contain onnx: the accuracy in this precision is that of the file"].append(row.name)
     return Row(**vars(row), recipe=recipe)
