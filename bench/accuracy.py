@@ -176,7 +176,7 @@ def _evaluate(
     row = {
         **{key: known[key] for key in ("artifact", "runtime", "device", "precision", "threads", "sha256")},
         **accuracy.to_dict(),
-        "input": runner.input.to_dict(),
+        "input": vars(runner.input),
         "speed": find_speed(benches, known["sha256"], {**settings, "threads": known["threads"]})
         or find_speed(benches, known["sha256"], settings),
         "mistakes": np.flatnonzero(~mask).tolist(),

@@ -196,7 +196,7 @@ def describe_file(model: nn.Module, options: ExportOptions, about: ModelInfo) ->
     """The metadata of a file, each value as JSON text, with every fp32 layer. Without names, classes are numbered."""
     labels = {
         "classes": list(about.get("classes", ())) or list(map(str, range(getattr(model, "num_classes", 0)))),
-        **about["input"].to_dict(),
+        **vars(about["input"]),
         "versions": package_versions(("vitcompress", "torch", "timm", "onnx", "onnxscript")),
         "plan_sha256": about.get("plan_digest", ""),
         "precision": options.precision,

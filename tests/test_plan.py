@@ -56,6 +56,12 @@ def test_numbers_of_numpy_become_those_of_python() -> None:
     assert counted == plain and counted.digest == plain.digest
 
 
+def test_lists_become_tuples() -> None:
+    listed: Any = {"folded": ["blocks.0.mlp"], "padded": ["blocks.1.attn"]}
+    plan = Plan("any", **listed)
+    assert plan == Plan.from_json(plan.to_json()) and plan.folded == ("blocks.0.mlp",)
+
+
 def test_all_problems_of_a_file_are_reported_at_once() -> None:
     data = json.loads(WHOLE.to_json())
     data["removed"] = {"blocks.0.attn": "dropp", "blocks.1.attn": ["drop"]}

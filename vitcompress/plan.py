@@ -82,7 +82,8 @@ class Plan:
             raise PlanError(f"arch_args and standard must be plain data (JSON): {error}") from None
         kept = {space: tuple(map(index, channels)) for space, channels in self.kept.items()}
         heads = {name: index(count) for name, count in self.heads.items()}
-        vars(self).update(arch_args=arguments, kept=kept, heads=heads, standard=standard)
+        lists = {key: tuple(getattr(self, key)) for key in LISTS}
+        vars(self).update(arch_args=arguments, kept=kept, heads=heads, standard=standard, **lists)
 
     def delta(self, **edits: Any) -> "Plan":
         """A plan for the same dense model with only these edits: `plan.delta(removed={"blocks.1.attn": "drop"})`."""
@@ -136,7 +137,6 @@ class Plan:
             raise PlanError(f"the plan is not JSON: {error}", hint=RESTORE) from None
         if problems := plan_problems(data):
             raise PlanError("the plan cannot be used:\n  " + "\n  ".join(problems), hint=RESTORE)
-        data |= {key: tuple(data.get(key, ())) for key in LISTS}
         return cls(**data)
 
 

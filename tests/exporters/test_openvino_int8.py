@@ -81,9 +81,9 @@ def test_the_lines_of_the_report_run_a_small_model(tmp_path: Path) -> None:
     assert done.build["variable_batch"] and "variable_batch" in read_sidecar(done.path)["build"]
     Image.fromarray(np.zeros((9, 9, 3), np.uint8)).save(tmp_path / "photo.jpg")
     file: Any = {"file": "m.xml", "format": "openvino", "precision": "fp32", "variable_batch": True}
-    code = snippet(input_config(model).to_dict(), file)
+    code = snippet(vars(input_config(model)), file)
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
-    assert "model.reshape(images.shape)\n" in snippet(input_config(model).to_dict(), {**file, "variable_batch": False})
+    assert "model.reshape(images.shape)\n" in snippet(vars(input_config(model)), {**file, "variable_batch": False})
 
 
 @pytest.mark.parametrize(("precision", "hint"), [("int8", "f32"), ("int8+bf16", "bf16")])
@@ -92,7 +92,7 @@ def test_the_file_agrees_and_states_its_precision(precision: str, hint: str, mod
     assert (done.build["weights"], done.build["settings"]) == ("int8", {"INFERENCE_PRECISION_HINT": hint})
     assert decode_json_values(done.metadata)["precision"] == done.precision == precision
     file = {"file": "m.xml", "format": "openvino", "precision": precision}
-    assert f"{{'INFERENCE_PRECISION_HINT': '{hint}'}}" in snippet(input_config(model).to_dict(), file).replace('"', "'")
+    assert f"{{'INFERENCE_PRECISION_HINT': '{hint}'}}" in snippet(vars(input_config(model)), file).replace('"', "'")
     checks = output_checks(done.path, Original(model, IMAGES))
     if checks[0].verdict == "not_run":
         assert precision == "int8+bf16" and "computes in int8 on this processor" in checks[0].detail

@@ -155,7 +155,7 @@ def test_targets_are_met(target: Any, key: str, scale: float, tmp_path: Path) ->
     plan = planned(tmp_path, dense, target=target, amount=0.4 * whole / scale)
     sliced = count_cost(surgery.apply_to_copy(dense, plan), (1, 8, 8))
     assert abs(getattr(sliced, key) / (0.4 * whole) - 1) < 0.01
-    assert read_json(tmp_path / "widths.json")["cost"] == sliced.to_dict()
+    assert read_json(tmp_path / "widths.json")["cost"] == vars(sliced)
 
 
 def test_widths_are_aligned(tmp_path: Path) -> None:

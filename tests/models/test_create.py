@@ -231,7 +231,7 @@ def test_the_input_is_what_the_model_was_built_for() -> None:
     assert len(set(deit.mean)) == 3
     gray = input_config(create_model("deit_tiny_patch16_224", {**SMALL, "in_chans": 1}))
     assert gray.mean == pytest.approx((sum(deit.mean) / 3,))
-    assert gray.to_dict()["interpolation"] == "bicubic"
+    assert gray.interpolation == "bicubic"
 
 
 def test_float16_files_give_float32_models(tmp_path: Path) -> None:

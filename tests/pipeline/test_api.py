@@ -10,7 +10,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass
@@ -35,6 +35,7 @@ from vitcompress.exporters.sidecar import sidecar_path
 from vitcompress.io.progress import Progress
 from vitcompress.methods.base import Measured
 from vitcompress.methods.table import METHODS
+from vitcompress.models.create import class_names_of
 from vitcompress.pipeline import api
 from vitcompress.pipeline.latency import LatencyClock
 from vitcompress.training.options import Augmentation
@@ -185,6 +186,38 @@ def test_a_finished_plan_is_repeated_with_the_model_before_and_after_it(tmp_path
         assert all(torch.equal(value, dense.state_dict()[name]) for name, value in same.state_dict().items())
     with pytest.raises(InputError, match="contains a plan of another model or call"):
         vc.plan(model(seed=1), "sero", batches(), folder=tmp_path, **options)
+
+
+def test_a_scale_that_a_finished_plan_has_reset_is_not_reset_again(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"keep_ratio": 1, "keep_head_dim": 0.5, "align": FINE, "attention_scale": "reset"}
+    dense, before = model(), model().state_dict()["blocks.0.attn.qkv.weight"]
+    plan = vc.plan(dense, "isomorphic", batches(), folder=tmp_path, criterion="magnitude", **options)
+    after = dense.state_dict()["blocks.0.attn.qkv.weight"].clone()
+    assert not torch.equal(after, before)
+    assert vc.plan(dense, "isomorphic", batches(), folder=tmp_path, criterion="magnitude", **options) == plan
+    assert torch.equal(dense.state_dict()["blocks.0.attn.qkv.weight"], after)
+
+
+@pytest.mark.parametrize("method", ["sero", "recover"])
+def test_methods_that_train_leave_the_parameters_of_the_model(method: str) -> None:
+    """An optimizer or an average that the caller has refers to them, and a model on a GPU stays there."""
+    dense = model()
+    before = {name: id(parameter) for name, parameter in dense.named_parameters()}
+    options = {"sparsity": 0.5, "epochs": 2, "round_to": 1} if method == "sero" else {"epochs": 1}
+    vc.plan(dense, method, batches(), training={"batch_size": 16}, device="cpu", **options)
+    assert {name: id(parameter) for name, parameter in dense.named_parameters()} == before
+
+
+def test_frozen_layers_are_not_ranked_by_their_gradients() -> None:
+    dense = model()
+    dense.blocks[0].requires_grad_(False)  # type: ignore[index, union-attr]
+    options: dict[str, Any] = {"sparsity": 0.5, "epochs": 1, "warmup_epochs": 0, "round_to": 1}
+    options["training"] = {"batch_size": 16}
+    with pytest.raises(InputError, match="some of their layers are frozen"):
+        vc.plan(dense, "sero", batches(), **options)
+    assert vc.plan(dense, "sero", batches(), criterion="weight", **options).kept
+    dense.head.requires_grad_(False)  # type: ignore[union-attr]
+    assert vc.plan(dense.requires_grad_(True), "sero", batches(), **options).kept
 
 
 def test_models_of_timm_itself_are_taken() -> None:
@@ -910,7 +943,7 @@ def test_the_name_of_a_file_fits_its_format(tmp_path: Path) -> None:
 def test_a_wrapped_model_is_evaluated_and_counted_but_not_changed_or_saved(wrap: Any, tmp_path: Path) -> None:
     wrapped, plan = wrap(model()), vc.plan(model(), "fixed", activation=[0])
     assert vc.evaluate(wrapped, batches()) == vc.evaluate(model(), batches())
-    assert vc.count_cost(wrapped) == vc.count_cost(model())
+    assert vc.count_cost(wrapped) == vc.count_cost(model(), X.shape[1:])
     assert vc.finetune(model(seed=1), batches(), teacher=wrapped, epochs=1).history
     for call in (
         lambda: vc.plan(wrapped, "magnitude"),
@@ -969,7 +1002,7 @@ def tied(network: nn.Module) -> None:
         (adapted, r"its blocks\.0\.mlp\.fc1 is of type Adapted; use a plain layer"),
         (wrapped, r"its blocks\.0\.attn\.qkv is of type Sequential; use a plain layer"),
         (parametrized, r"its blocks\.0\.attn\.qkv is of type ParametrizedLinear"),
-        (masked, r"its blocks\.1\.attn\.qkv computes its weight; make it permanent"),
+        (masked, r"blocks\.1\.attn\.qkv(\.weight was computed| computes its weight)"),
         (tied, "some of its modules share parameters"),
     ],
 )
@@ -990,8 +1023,26 @@ def test_weights_that_torch_cannot_copy_are_named() -> None:
     network = model()
     l1_unstructured(network.blocks[0].mlp.fc1, "weight", 0.5)  # type: ignore[index, no-untyped-call, union-attr]
     for call in (vc.count_cost, vc.bench, partial(vc.evaluate, data=batches())):
-        with pytest.raises(InputError, match=r"its blocks.0.mlp.fc1 computes its weight; make it permanent"):
+        with pytest.raises(InputError, match=r"cannot be copied: blocks\.0\.mlp\.fc1\.weight was computed"):
             call(network)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("method", ["isomorphic", "fixed"])
+def test_a_model_that_stores_a_result_is_rejected(method: str, tmp_path: Path) -> None:
+    """As one with a hook of the user that keeps an attention map: torch does not copy it."""
+    network = model()
+    plan = vc.plan(network, "magnitude", keep_heads=0.5)
+    network.blocks[1].attn.kept = network(X)  # type: ignore[index, union-attr]
+    calls: list[Callable[[], Any]] = [
+        lambda: vc.plan(network, method, batches(), **({"activation": [0]} if method == "fixed" else {"align": FINE})),
+        lambda: vc.prune(network, plan),
+        lambda: vc.fold(network),
+        lambda: vc.save_model(network, tmp_path / "out"),
+    ]
+    for call in calls:
+        with pytest.raises(InputError, match=r"blocks\.1\.attn\.kept was computed") as caught:
+            call()
+        assert "kept.detach()" in str(caught.value.hint)
 
 
 def test_methods_that_train_nothing_leave_the_random_generator_of_torch() -> None:
@@ -1167,6 +1218,13 @@ def test_a_model_with_another_head_and_preprocessing_is_exported_into_its_folder
         (tmp_path / "other" / path.name).write_bytes(path.read_bytes())
     checks = {check.name: check.detail for check in vc.verify(tmp_path / "other").checks}
     assert "plan_sha256" in checks["onnx.metadata"]
+
+
+def test_class_names_that_timm_stores_are_saved(tmp_path: Path) -> None:
+    network = timm.create_model("vit_tiny_patch16_224", num_classes=4, **ARGS).eval()
+    network.pretrained_cfg["label_names"] = names = ("ant", "bee", "cat", "dog")
+    vc.save_model(vc.prune(network, vc.plan(network, "magnitude", keep_heads=0.5)), tmp_path)
+    assert class_names_of(vc.load_model(tmp_path)) == names
 
 
 @pytest.mark.parametrize("device", [torch.device("cpu"), torch.device("cpu", 0)])

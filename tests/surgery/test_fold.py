@@ -19,8 +19,9 @@ from layer_plans import depth_plan
 from torch import nn
 
 from vitcompress.families import family_of
+from vitcompress.families.base import scale_parameter
 from vitcompress.surgery import apply_plan, apply_to_copy, fold_linears
-from vitcompress.surgery.fold import product
+from vitcompress.surgery.fold import fold_branch_bias, product
 
 
 @every_variant
@@ -119,3 +120,16 @@ def test_a_folded_pair_is_trained_unless_both_layers_are_frozen() -> None:
     apply_plan(model, plan).blocks[0].mlp.fc2.requires_grad_(False)
     fold_linears(model, plan)
     assert {p.requires_grad for p in model.blocks[0].mlp.parameters()} == {True}
+
+
+@pytest.mark.parametrize(("gamma", "moves"), [(1e-6, False), (0.0, False), (1.0, True)])
+def test_a_constant_moves_only_where_the_bias_before_it_can_hold_it(gamma: float, moves: bool) -> None:
+    model, x = build("layer_scale", dtype=torch.float16), images("layer_scale", dtype=torch.float16)
+    branch, scale = sites_of(model, "attention")[1], scale_parameter(model, "blocks.0.ls2")
+    scale.data.fill_(gamma)
+    model.get_parameter(f"{branch.name}.proj.weight").data.zero_()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    expected = logits(model, x)
+    assert fold_branch_bias(model, family_of(model), branch) is moves
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()) is not moves
+    assert (logits(model, x) - expected).abs().max() < 2.0**-6

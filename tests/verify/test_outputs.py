@@ -335,7 +335,7 @@ def test_the_check_reports_the_precision_that_openvino_chooses(folder: Path) -> 
     wrong = output_checks(done.path, Original(model, IMAGES))[0]
     assert wrong.verdict == "failed" and (f"note: beyond the limits of {used}" in wrong.detail) is (used != "fp32")
     file = {"file": "model.xml", "format": "openvino", "precision": "fp32"}
-    assert "'INFERENCE_PRECISION_HINT': 'f32'" in snippet(input_config(model).to_dict(), file).replace('"', "'")
+    assert "'INFERENCE_PRECISION_HINT': 'f32'" in snippet(vars(input_config(model)), file).replace('"', "'")
 
 
 SIGNALED = """

@@ -6,7 +6,7 @@ from copy import deepcopy
 from torch import Tensor, nn
 
 from vitcompress.errors import InputError, UnsupportedModelError
-from vitcompress.families.base import COMPUTED, Family
+from vitcompress.families.base import Family
 from vitcompress.families.eva import BEIT, EVA
 from vitcompress.families.pvt import PVT
 from vitcompress.families.swin import SWIN
@@ -42,11 +42,17 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def copy_model(model: nn.Module) -> nn.Module:
-    """A deep copy. Raises UnsupportedModelError for computed weights, which torch cannot copy."""
-    for name, module in unwrap(model).named_modules():
-        if any(isinstance(value, Tensor) and not value.is_leaf for value in vars(module).values()):
-            raise UnsupportedModelError(f"this model cannot be copied: its {name} {COMPUTED}")
+    """A deep copy. Raises UnsupportedModelError as `check_stored`."""
+    check_stored(model)
     return deepcopy(model)
+
+
+def check_stored(model: nn.Module) -> None:
+    """Raise UnsupportedModelError for a stored result, such as a computed weight, which torch cannot copy."""
+    for name, module in unwrap(model).named_modules():
+        for key in (key for key, v in vars(module).items() if isinstance(v, Tensor) and not v.is_leaf):
+            hint = f"store {key}.detach(), or make a computed weight permanent, as with torch.nn.utils.prune.remove"
+            raise UnsupportedModelError(f"this model cannot be copied: {name}.{key} was computed", hint=hint)
 
 
 def reject_wrapper(model: nn.Module) -> None:

@@ -214,7 +214,7 @@ def load_handed_over(model: nn.Module, folder: Path, plan: Plan, runtime: Runtim
     on_disk = load_for(path, plan) if runtime.is_main and path.is_file() else None
     tensors: dict[str, Tensor] | None = runtime.broadcast(on_disk)
     if tensors is not None:
-        load_strictly(prepare_model(model), tensors, path)
+        load_strictly(prepare_model(model), tensors, path, assign=False)  # on its device
 
 
 @dataclass(frozen=True)

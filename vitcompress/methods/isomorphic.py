@@ -72,16 +72,16 @@ def plan(model: nn.Module, context: Context, options: Options) -> Plan:
             for g in ranking.groups
         ]
         cost, delta = candidates.cost(counts), candidates.delta(counts)
-        return {"rows": rows, "cost": cost.to_dict(), "plan": delta.to_json(), **({"target": aim} if aim else {})}
+        if options.attention_scale == "reset":
+            context.hand_over(reset_attention_scale(model, spaces, delta))
+        return {"rows": rows, "cost": vars(cost), "plan": delta.to_json(), **({"target": aim} if aim else {})}
 
     data = context.memo(WIDTHS, choose)
-    cost, delta = data["cost"], Plan.from_json(data["plan"])
+    cost = data["cost"]
     context.progress.note(f"{format_count(cost['params'])} parameters, {format_count(cost['macs'])} MACs")
     for remark in _describe_target(data)[1]:
         context.progress.note(remark)
-    if options.attention_scale == "reset":
-        context.hand_over(reset_attention_scale(model, spaces, delta))
-    return delta
+    return Plan.from_json(data["plan"])
 
 
 def structure(model: nn.Module, family: Family, base: Plan, options: Options) -> Plan:

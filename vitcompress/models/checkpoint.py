@@ -98,10 +98,13 @@ def load_for(path: Path, plan: Plan) -> dict[str, Tensor]:
     return tensors
 
 
-def load_strictly(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Load the `tensors` of `path` into `model`. Raises WeightsError if they do not fit."""
+def load_strictly(model: nn.Module, tensors: Mapping[str, Tensor], path: Path, *, assign: bool = True) -> None:
+    """Load the `tensors` of `path` into `model`. Raises WeightsError if they do not fit.
+
+    assign: with their data types, as new parameters; False copies them into those of `model`.
+    """
     try:
-        model.load_state_dict(tensors, strict=True, assign=True)  # assign: keep their data types
+        model.load_state_dict(tensors, strict=True, assign=assign)
     except RuntimeError as error:
         raise WeightsError(f"{path} does not fit its plan: {lines_of(error)[:2][-1]}") from None  # below the headline
 

@@ -1,7 +1,7 @@
 """Parameters and multiply-accumulates of a model, counted by torch on the meta device."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -30,11 +30,8 @@ class Cost:
     macs: int
     macs_linear: int
 
-    def to_dict(self) -> dict[str, int]:
-        return asdict(self)
 
-
-def count_cost(model: nn.Module, input_size: Sequence[Side] | None = None) -> Cost:
+def count_cost(model: nn.Module, input_size: tuple[Side, ...] | list[Side] | None = None) -> Cost:
     """The cost of `model` for one image of `input_size` (channels, height, width); default: the model's own size.
 
     Example:

@@ -6,7 +6,7 @@ import re
 import traceback
 import typing
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from vitcompress.errors import DataError, InputError, WeightsError, did_you_mean, first_line
 from vitcompress.families import Family, family_of, prepare_model, reject_wrapper, unwrap
-from vitcompress.families.lookup import copy_model
+from vitcompress.families.lookup import check_stored, copy_model
 from vitcompress.io.plugins import load_all
 from vitcompress.io.tensors import LIBRARY_ERRORS, check_finite
 from vitcompress.io.text import format_shape
@@ -39,6 +39,7 @@ LARGEST = 2**14
 Side = Annotated[int, Ge(1), Le(LARGEST), WHOLE]  # pixels, or channels
 Size = tuple[int | range | None, ...]  # channels, height and width of images: a number, multiples, or any
 CHANGE = "change the argument in model.args, as in --set model.args.NAME=VALUE"
+UNDO = "undo the change, which loading would not repeat; see also `reset_classifier`"
 MOST_PARAMETERS = 2**36  # ten times as many as the largest model of timm
 # Attributes of modules that change no output in eval mode.
 NO_EFFECT = re.compile("drop|^(training|grad_checkpointing|fused_attn|scale_by_keep|p|inplace)$")
@@ -58,9 +59,6 @@ class InputConfig:
     interpolation: Filter | Literal["random"]
     crop_pct: Annotated[float, Ge(0.05), Le(2)]
     crop_mode: Crop
-
-    def to_dict(self) -> dict[str, object]:
-        return asdict(self)
 
 
 def create_model(
@@ -133,7 +131,7 @@ class SkipOnMeta(TorchFunctionMode):
 
 def _finish(model: nn.Module, arch: str, args: Mapping[str, object]) -> nn.Module:
     prepare_model(model).eval().plan = Plan(arch, args)  # type: ignore[assignment]
-    config = input_config(model).to_dict()  # timm's own functions read it from here
+    config = dict[str, object](vars(input_config(model)))  # timm's own functions read it from here
     own = {"input_size": config.pop("size"), "test_input_size": None, "test_crop_pct": None, **config}
     classes = {"num_classes": model.num_classes} if hasattr(model, "num_classes") else {}
     model.pretrained_cfg = {**getattr(model, "pretrained_cfg", {}), **own, **classes}  # type: ignore[assignment]
@@ -158,9 +156,11 @@ def plan_of(model: nn.Module) -> Plan:
     """The plan of `model`: what was removed so far from which timm model.
 
     For a model of `timm.create_model` without `model.plan`, the identity plan of the architecture and the arguments
-    that timm recorded; drop rates are not part of it. Raises InputError if it is changed, not timm's, or not finite.
+    that timm recorded; drop rates are not part of it. Raises InputError if it is changed in another way than by
+    `reset_classifier`, not timm's, or not finite.
     """
     reject_wrapper(model)
+    check_stored(model)
     check_finite(dict(model.named_parameters()), f"this {type(model).__name__}")
     if isinstance(plan := getattr(model, "plan", None), Plan):
         return plan
@@ -178,7 +178,7 @@ def plan_of(model: nn.Module) -> Plan:
     except (InputError, RuntimeError) as error:  # RuntimeError: of an architecture or a tag that timm lacks
         raise InputError(f"the arguments of this {arch} are unknown: {error}", hint=hint) from None
     if (changed := find_difference(model, built)) and find_difference(model, prepare_model(built)):
-        raise InputError(f"this {arch} is not as timm builds it with {plan.arch_args}: {changed} differs", hint=hint)
+        raise InputError(f"this {arch} is not as timm builds it with {plan.arch_args}: {changed} differs", hint=UNDO)
     return plan
 
 
@@ -188,9 +188,9 @@ def current_plan(model: nn.Module) -> Plan:
     """
     check_weights(model)
     plan = with_changes(plan_of(model), model)
-    if hasattr(model, "plan") and (difference := find_difference(model, rebuild(plan, model.state_dict()))):
-        message = f"this {plan.arch} is not the model of its plan: {difference} differs"
-        raise WeightsError(message, hint="undo the change, which loading would not repeat; see also `reset_classifier`")
+    shapes = apply_plan(create_on_meta(plan.arch, plan.arch_args), plan)
+    if hasattr(model, "plan") and (difference := find_difference(model, shapes)):
+        raise WeightsError(f"this {plan.arch} is not the model of its plan: {difference} differs", hint=UNDO)
     return plan
 
 
@@ -199,8 +199,8 @@ def with_changes(plan: Plan, model: nn.Module) -> Plan:
     blank = create_on_meta(plan.arch, plan.arch_args)
     now, recorded = (Plan(plan.arch, timm.models.get_model_args(one)).arch_args for one in (model, blank))
     changed = {name: value for name, value in now.items() if recorded.get(name) != value}
-    plan = name_classes(plan, ()) if "num_classes" in changed else plan
-    own, other = (input_config(one).to_dict() for one in (model, blank))
+    plan = name_classes(plan, class_names_of(model))
+    own, other = (vars(input_config(one)) for one in (model, blank))
     if preprocessing := {name: own[name] for name in NAMES if own[name] != other[name]}:
         changed[OVERLAY] = {**(plan.arch_args.get(OVERLAY) or {}), **preprocessing}  # type: ignore[dict-item]
     standard = plan.standard and {**plan.standard, "args": {**plan.standard["args"], **changed}}

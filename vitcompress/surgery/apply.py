@@ -1,12 +1,11 @@
 """Apply a plan to a model: remove, slice, fold, in this order."""
 
-from copy import deepcopy
-
 from torch import nn
 
 from vitcompress.families import family_of
 from vitcompress.families.attention import PositionAttention
 from vitcompress.families.edited_block import EditedBlock, reject_new_size
+from vitcompress.families.lookup import copy_model
 from vitcompress.plan import Plan
 from vitcompress.surgery.check import check_plan
 from vitcompress.surgery.edit import remove_sites, slice_channels
@@ -15,8 +14,7 @@ from vitcompress.surgery.fold import fold_module
 
 def apply_to_copy(model: nn.Module, plan: Plan) -> nn.Module:
     """`apply_plan` on a copy of `model`."""
-    family_of(model)  # rejects models with computed weights, which torch cannot copy
-    return apply_plan(deepcopy(model), plan)
+    return apply_plan(copy_model(model), plan)
 
 
 def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:

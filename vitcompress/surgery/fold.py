@@ -158,8 +158,8 @@ def _count(*layers: nn.Module) -> int:
 def fold_branch_bias(model: nn.Module, family: Family, branch: Site, removed: Collection[str] = ()) -> bool:
     """Move the last bias of `branch`, an attention or FFN that adds nothing else, and return whether that was possible.
 
-    It is not possible after an output activation or a bypass, if the preceding layer has no bias or its LayerScale
-    contains a zero, and in families without a single entry of the stream.
+    It is not possible after an output activation or a bypass, if the preceding layer has no bias or its LayerScale is
+    zero or so small that the bias overflows, and in families without a single entry of the stream.
 
     removed: attentions and FFNs before `branch` whose bias was moved already.
     """
@@ -171,13 +171,13 @@ def fold_branch_bias(model: nn.Module, family: Family, branch: Site, removed: Co
     left = (name for name in _branches_before(model, family, branch) if name not in removed)
     if places is not None and (last := next(left, None)) is not None:
         places = (bias,) if last and (bias := _bias(model, family, last)) else ()
-    gammas = [_gamma(model, family, place) for place in places or ()]
-    if not places or not all(gamma.all() for gamma in gammas):
-        return False
     constant = _gamma(model, family, own) * model.get_parameter(own).double()
-    for place, gamma in zip(places, gammas, strict=True):
-        parameter = model.get_parameter(place)
-        parameter.copy_(parameter.double() + constant / gamma)
+    moved = {p: model.get_parameter(p) + constant / _gamma(model, family, p) for p in places or ()}
+    moved = {place: value.to(model.get_parameter(place).dtype) for place, value in moved.items()}
+    if not moved or not all(value.isfinite().all() for value in moved.values()):
+        return False
+    for place, value in moved.items():
+        model.get_parameter(place).copy_(value)
     model.get_parameter(own).zero_()
     return True
 

@@ -80,7 +80,7 @@ def metadata_check(path: Path, original: PlannedOriginal, contents: Contents | N
     if contents is not None:
         stated[path.name] = contents.metadata
     config, count = input_config(original.model), getattr(original.model, "num_classes", 0)
-    expected = {key: list(v) if isinstance(v, tuple) else v for key, v in config.to_dict().items()}
+    expected = {key: list(v) if isinstance(v, tuple) else v for key, v in vars(config).items()}
     plan, problems = original.plan, []
     unnamed = name_classes(plan, ())  # before `save_model` added the classes
     for source, metadata in stated.items():

@@ -86,7 +86,7 @@ def _to(func: Any, args: Any, kwargs: Any) -> Tensor:
     if rest and isinstance(rest[0], torch.dtype):
         dtype = rest.pop(0)
     if other is not None:
-        device, dtype = other.device, other.dtype
+        device, dtype = "cuda" if is_on_gpu(other) else other.device, other.dtype
     if device is not None and torch.device(device).type == "meta":
         return func(tensor, device)  # type: ignore[no-any-return]
     there = is_on_gpu(tensor) if device is None else names_gpu(device)

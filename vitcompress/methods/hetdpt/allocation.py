@@ -128,10 +128,8 @@ def allocate_budget(
     """Fit, choose the degree, search the budget line, break ties.
 
     layers: number of attention and activation layers that the ratios count in. cost: of the model with (pruned
-    attention, pruned activation), in any unit (MACs, milliseconds). Raises PlanError for fewer than 4 rows.
+    attention, pruned activation), in any unit (MACs, milliseconds).
     """
-    if len(rows) < FEWEST_ROWS:
-        raise PlanError(f"the accuracy predictor needs at least {FEWEST_ROWS} measured rows, got {len(rows)}")
     degrees = tuple(validate(rows, degree) for degree in DEGREES)
     # The lowest RMSE among the degrees with full rank in every fold; the first degree if there is none.
     validation = min((v for v in degrees if v.full_rank), key=lambda v: v.rmse, default=degrees[0])

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from vitcompress.errors import InputError
 from vitcompress.families import Family
 from vitcompress.methods.options import SeroOptions
 from vitcompress.methods.sero.layout import KINDS, Live, project, unit_spaces
@@ -43,6 +44,11 @@ class Exploration:
         self.model, self.family, self.options, self.seed = model, family, options, seed
         self.masked_pass = options.criterion_pass == "masked" and options.criterion.startswith("gradient")
         self.spaces = unit_spaces(family.spaces(model))
+        owners = (model.get_submodule(axis.owner) for space in self.spaces for axis in space.axes)
+        frozen = any(not parameter.requires_grad for owner in owners for parameter in owner.parameters())
+        if frozen and options.criterion.startswith("gradient"):
+            message = "sero ranks channels by gradients, but some of their layers are frozen"
+            raise InputError(message, hint="call model.requires_grad_(True), or use criterion = 'weight'")
         self.live: Live = {space.name: np.ones(space.size, dtype=bool) for space in self.spaces}
         self.scores: dict[str, list[float]] = {space.name: [] for space in self.spaces}
         self.sparsity = 0.0
