@@ -21,6 +21,7 @@ from contracts import (
 from torch import Tensor, nn
 
 from vitcompress.families import Site
+from vitcompress.surgery.gates import _StraightThrough
 
 
 @contextmanager
@@ -119,3 +120,11 @@ def test_scores_do_not_change_the_output_and_every_parameter_always_gets_a_gradi
     assert all(p.grad is not None for p in open_model.parameters())
     assert float(model.blocks[0].attn.qkv.weight.grad.abs().max()) == 0.0
     assert float(model.blocks[1].attn.qkv.weight.grad.abs().max()) > 0.0
+
+
+def test_the_score_of_large_activations_in_half_precision_is_finite() -> None:
+    branch, other = (torch.full((4,), value, dtype=torch.float16, requires_grad=True) for value in (4e4, -4e4))
+    score = torch.zeros((), requires_grad=True)
+    _StraightThrough.apply(branch, other, score, 1.0).backward(torch.full((4,), 2.0**-10, dtype=torch.float16))
+    exact = 4 * (float(branch[0].detach()) - float(other[0].detach())) * 2.0**-10
+    assert score.grad is not None and float(score.grad) == exact

@@ -46,8 +46,8 @@ class _StraightThrough(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         delta = grads[0]
         branch, other = ctx.saved_tensors
-        change = (branch - other).float() if delta.dtype != torch.float64 else branch - other
-        score = torch.dot(delta.reshape(-1).to(change.dtype), change.reshape(-1))
+        wide = torch.promote_types(delta.dtype, torch.float32)
+        score = torch.dot(delta.reshape(-1).to(wide), (branch.to(wide) - other.to(wide)).reshape(-1))
         return ctx.gate * delta, (1.0 - ctx.gate) * delta, score, None
 
 
