@@ -167,6 +167,29 @@ def test_a_study_that_was_killed_gives_the_same_result(
         assert weights[0] == weights[1]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["parent", "terminal"])
+def test_ctrl_c_stops_all_processes_of_a_study(
+    tiny: Path, tmp_path: Path, send: Callable[[int, signal.Signals], None]
+) -> None:
+    """A terminal sends the signal to all processes of a command."""
+    words = [sys.executable, "-m", "vitcompress", "study", str(tiny), "--out", str(tmp_path / "s"), "--jobs", "2"]
+    words += ["--set", "epochs=200000", "--set", "base.dense.epochs=100000"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(words, env=ENVIRONMENT, start_new_session=True, **pipes)
+    while not any(tmp_path.glob("s/*/state/state-*")) and process.poll() is None:
+        time.sleep(0.005)
+    workers = children(process.pid, "spawn_main")
+    send(process.pid, signal.SIGINT)
+    try:
+        _, err = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    assert (process.returncode, err.splitlines()[-1]) == (130, "stopped; the same command continues")
+    assert len(workers) == 2 and not any(map(alive, workers))
+
+
 def children(pid: int, word: str = "") -> list[int]:
     """The processes that `pid` has started, with `word` in their command lines."""
     command = ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(pid)]  # not cut off at 80 columns

@@ -162,6 +162,7 @@ def execute_runs(runs: Sequence[Run], jobs: int, progress: Progress) -> None:
 
 def _run_in_processes(runs: Sequence[Run], jobs: int) -> Iterator[Outcome]:
     context = multiprocessing.get_context("spawn")  # a forked torch may wait for threads that were not copied
+    others = {*multiprocessing.active_children()}
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=_exit_with_parent) as pool:
         try:
             for future in as_completed([pool.submit(_execute, run) for run in runs]):
@@ -171,6 +172,8 @@ def _run_in_processes(runs: Sequence[Run], jobs: int) -> Iterator[Outcome]:
             raise VitcompressError(message, hint="the same command with fewer --jobs continues the study") from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+            for worker in {*multiprocessing.active_children()} - others:
+                worker.terminate()  # it may be in a run, and has the next one in its queue
 
 
 def _execute(run: Run, progress: Progress = SILENT) -> Outcome:
