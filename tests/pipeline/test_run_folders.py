@@ -137,6 +137,25 @@ def test_fresh_removes_exports_of_any_name(small: Path) -> None:
     assert not list(result.folder.glob("*.onnx*"))
 
 
+@pytest.mark.parametrize(
+    ("key", "name", "sets"),
+    [
+        ("finetune.teacher", "run", ()),
+        ("finetune.teacher_weights", "run/model.safetensors", (f"finetune.teacher={world.ARCH}",)),
+        ("model.weights", "run/model.safetensors", ("dense=",)),
+        ("model.class_names", "run/state/names.txt", ()),
+        ("data.path", "run/state/images/../images", ("data.source=imagefolder",)),
+    ],
+)
+def test_fresh_keeps_what_the_new_run_reads(small: Path, key: str, name: str, sets: tuple[str, ...]) -> None:
+    (small / "run" / "state" / "names.txt").touch()
+    (small / "run" / "state" / "images").mkdir()
+    before = tree(small)
+    with pytest.raises(OutputError, match=f"--fresh would remove {(small / name).resolve()}, which this run reads"):
+        world.run(small, *world.BARE, *sets, f"{key}={small / name}", fresh=True)
+    assert tree(small) == before
+
+
 def test_the_files_of_exports_are_those_of_the_run(tmp_path: Path) -> None:
     beside = {
         "onnx": ("data", "json", "dsse"),

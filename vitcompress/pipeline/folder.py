@@ -38,10 +38,16 @@ def recipe_text(recipe: Recipe, *, structure_only: bool) -> str:
 def check_folder(folder: Path, recipe: Recipe, *, structure_only: bool, fresh: bool) -> None:
     """Raise OutputError if `folder` cannot be written, or contains anything but a run of `recipe`.
 
-    fresh: the run starts over, so a run of any recipe is allowed.
+    fresh: the run starts over, so a run of any recipe is allowed, unless `recipe` reads its files.
     """
+    tables = (recipe.model.weights, recipe.model.class_names, recipe.data.path)
+    inputs = (*tables, recipe.finetune.teacher, recipe.finetune.teacher_weights)
     try:
         _check_content(RunFolder(folder), recipe_text(recipe, structure_only=structure_only), fresh)
+        old = {*_old_files(folder)} if fresh else set()
+        for path in (Path(text).resolve() for text in inputs if text and Path(text).is_absolute()):
+            if old & {path, *path.parents} or (fresh and path == folder):
+                raise OutputError(f"--fresh would remove {path}, which this run reads", hint=ELSEWHERE)
     except OSError as error:
         raise OutputError(f"{folder} cannot be read: {error.strerror}", hint=ELSEWHERE) from None
     check_writable(folder)
@@ -144,7 +150,7 @@ def open_folder(folder: Path, recipe: Recipe, *, structure_only: bool, fresh: bo
     files, text = RunFolder(folder), recipe_text(recipe, structure_only=structure_only)
     with claim_folder(files.state):
         _check_content(files, text, fresh)
-        for path in (files.manifest, *_exports(folder), *files.run_files()) if fresh else ():
+        for path in _old_files(folder) if fresh else ():
             _remove(path)
         remove_unfinished(folder)
         if not files.recipe.is_file():
@@ -153,10 +159,12 @@ def open_folder(folder: Path, recipe: Recipe, *, structure_only: bool, fresh: bo
             yield
 
 
-def _exports(folder: Path) -> list[Path]:
-    """The files of all exports with a sidecar, which `export --out` gives any names: verify counts them to the run."""
+def _old_files(folder: Path) -> list[Path]:
+    """The files of a run, the manifest first, with the exports of any names that have a sidecar: verify counts them."""
+    files = RunFolder(folder)
     paths = [path for model in (DENSE, "model") for path in exported_files(folder, model) if usable_sidecar(path)]
-    return [path.with_name(name) for path in paths for name in (*usable_sidecar(path)["files"], f"{path.name}.json")]
+    own = (path.with_name(name) for path in paths for name in (*usable_sidecar(path)["files"], f"{path.name}.json"))
+    return [files.manifest, *own, *files.run_files()]
 
 
 def remove_unfinished(folder: Path) -> None:
