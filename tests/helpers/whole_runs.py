@@ -129,22 +129,22 @@ class RecordedProgress(Progress):
         self.notes.append(text)
 
 
-def recipe(folder: Path, *sets: str, text: str = RECIPE) -> Recipe:
+def recipe(folder: Path, *sets: str, text: str = RECIPE, weights: str | None = None) -> Recipe:
     """The recipe in `folder`/tiny.toml, which is written if it is missing."""
     path = folder / "tiny.toml"
     folder.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         path.write_text(text)
-    return load_recipe(str(path), sets)
+    return load_recipe(str(path), sets, weights=weights)
 
 
 def run(
-    folder: Path, *sets: str, name: str = "run", text: str = RECIPE, **options: Any
+    folder: Path, *sets: str, name: str = "run", text: str = RECIPE, weights: str | None = None, **options: Any
 ) -> tuple[RunResult, RecordedProgress]:
     """Run `folder`/tiny.toml in `folder`/`name`; returns the result and the recorded progress."""
     progress = RecordedProgress()
     run_options = RunOptions(out=folder / name, **options)
-    return run_recipe(recipe(folder, *sets, text=text), run_options, progress), progress
+    return run_recipe(recipe(folder, *sets, text=text, weights=weights), run_options, progress), progress
 
 
 def with_steps(*steps: str) -> str:

@@ -70,6 +70,12 @@ def test_downloads_are_notes() -> None:
     assert dry_run(0, "recipe", "small.toml")["notes"] == []
 
 
+def test_without_training_the_weights_of_a_trained_model_are_random() -> None:
+    for weights in ([], ["--weights", "train"]):
+        result = dry_run(0, "recipe", "small.toml", "--structure-only", *weights)
+        assert not [stage for stage in result["stages"] if stage["epochs"]]
+
+
 def test_a_warm_up_longer_than_the_training_is_a_note() -> None:
     (note,) = dry_run(0, "recipe", "small.toml", "--set", "finetune.warmup_epochs=9")["notes"]
     assert note == "warmup_epochs is 9 of 1 epochs: the learning rate never peaks."

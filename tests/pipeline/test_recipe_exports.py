@@ -143,9 +143,9 @@ def test_the_summary_of_the_checks_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "tiny.toml").write_text(untrained(SMALL + '[export]\nformats = ["openvino"]\n'))
     progress, options = (
         world.RecordedProgress(),
-        RunOptions(out=tmp_path / "run", structure_only=True, weights="random"),
+        RunOptions(out=tmp_path / "run", structure_only=True),
     )
-    run_recipe(load_recipe(str(tmp_path / "tiny.toml")), options, progress)
+    run_recipe(load_recipe(str(tmp_path / "tiny.toml"), weights="random"), options, progress)
     (passed,) = (note for note in progress.notes if note.startswith("passed: "))
     assert "model.xml (2)" in passed and "model (" not in passed
 

@@ -227,7 +227,7 @@ def test_other_folders_are_not_touched(tmp_path: Path, fresh: bool) -> None:
         (["model.name=resnet18", "model.args={}"], {}, InputError, "resnet18|ResNet"),
         ([], {"weights": "nowhere.pth"}, WeightsError, "no weights at .*/nowhere.pth"),
         ([], {"export": ("tensorrt",)}, InputError, "no export format 'tensorrt'"),
-        (["dense.lr=1"], {"weights": "random", "data": "nowhere"}, InputError, "nowhere"),
+        ([], {"weights": "random", "data": "nowhere"}, InputError, "nowhere"),
         (["bench.batch=0"], {}, InputError, "batch"),
     ],
 )

@@ -118,8 +118,9 @@ def test_structure_only_counts_the_classes_of_the_data(tmp_path: Path) -> None:
     """Structure only counts the same parameters as the whole run."""
     recipe = world.recipe(tmp_path, text=SMALL)
 
-    def params(**options: Any) -> int:
-        changed = replace(recipe, model=replace(recipe.model, args=recipe.model.args | options.pop("args", {})))
+    def params(*, args: dict[str, int] | None = None, weights: str | None = None, **options: Any) -> int:
+        loaded = world.recipe(tmp_path, weights=weights)
+        changed = replace(loaded, model=replace(loaded.model, args=loaded.model.args | (args or {})))
         wishes = RunOptions(out=tmp_path / "new", **options)
         return int(dry_run_recipe(changed, wishes).cost["dense"].params)
 
@@ -200,15 +201,16 @@ def test_a_dry_run_computes_each_structure_once(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_dry_run_lists_everything_that_is_missing(tmp_path: Path) -> None:
-    recipe = world.recipe(tmp_path, "data.source=imagefolder", "finetune.batch_size=5000")
+    recipe = world.recipe(tmp_path, "data.source=imagefolder", "finetune.batch_size=5000", weights="none.pth")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.txt").write_text("")
-    options = RunOptions(out=tmp_path / "run", data="nowhere", weights="none.pth", export=("tflite",), device="cuda:99")
+    options = RunOptions(out=tmp_path / "run", data="nowhere", export=("tflite",), device="cuda:99")
     before = tree(tmp_path)
     missing = "\n".join(dry_run_recipe(recipe, options).missing)
     weights = f"no weights at {Path.cwd() / 'none.pth'}"
     for part in ("nowhere", weights, "no export format 'tflite'", "cuda:99", "not a run folder"):
         assert part in missing
+    recipe = world.recipe(tmp_path, "data.source=imagefolder")
     only = dry_run_recipe(recipe, RunOptions(out=tmp_path / "new", structure_only=True))
     assert only.missing == [] and not [row for row in only.stages if row.epochs]
     assert tree(tmp_path) == before

@@ -47,7 +47,6 @@ class RunOptions:
     out: Path | None = None
     export: tuple[str, ...] | None = None
     data: str | None = None
-    weights: str | None = None
     classes: Path | None = None
     device: str | None = None
     structure_only: bool = False
@@ -68,19 +67,16 @@ class RunOptions:
 def apply_options(recipe: Recipe, options: RunOptions, data: Splits | None = None) -> Recipe:
     """`recipe` with `options`, as the run folder records it.
 
-    data: images from Python. Raises InputError if the weights must be trained and the recipe does not tell how, for a
-    control without training, and for options of another type or out of range.
+    data: images from Python. Raises InputError for a control without training, and for options of another type or out
+    of range.
     """
     options_of(RunOptions, vars(options), "this run")
     if options.control and options.structure_only:
         raise InputError("--control trains a model, --structure-only trains nothing", hint="leave one of them out")
     if options.expect is not None and options.structure_only:
         raise InputError("--expect needs an accuracy, --structure-only measures none", hint="leave one of them out")
-    if options.weights == "train" and recipe.dense is None:
-        message = "--weights train needs a [dense] table with training options, and the recipe has none"
-        raise InputError(message, hint="use a checkpoint, hub or random")
-    weights, class_names = options.weights or recipe.model.weights, options.classes or recipe.model.class_names
-    if weights == "train" and options.structure_only and not options.weights:
+    weights, class_names = recipe.model.weights, options.classes or recipe.model.class_names
+    if weights == "train" and options.structure_only:
         weights = "random"
     teacher, teacher_weights = recipe.finetune.teacher, recipe.finetune.teacher_weights
     if teacher and ("/" in teacher or user_path(teacher).is_dir()):  # no name of timm
