@@ -93,7 +93,7 @@ def unlocked(folder: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize("fresh", [False, True])
 def test_two_runs_do_not_share_a_folder(small: Path, fresh: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second one changes nothing, not even unfinished files of the first one; nor does `vitcompress verify`."""
+    """The second one changes nothing, not even unfinished files of the first one; nor do `verify` and `export`."""
     monkeypatch.chdir(small)
     (small / "run" / "report.json").unlink()
     (small / "run" / "state" / ".a.json.12345678.part").write_text("half")
@@ -101,7 +101,8 @@ def test_two_runs_do_not_share_a_folder(small: Path, fresh: bool, monkeypatch: p
         before = unlocked(small)
         with pytest.raises(OutputError, match="another process is working in"):
             world.run(small, *world.BARE, text=SMALL, fresh=fresh)
-        assert "another process is working in" in expect_error("verify", "run")
+        for command in ("verify", "export"):
+            assert "another process is working in" in expect_error(command, "run")
         assert unlocked(small) == before
     world.run(small, *world.BARE, text=SMALL, fresh=fresh)
     assert (small / "run" / "report.json").is_file() and not list((small / "run").rglob("*.part"))

@@ -74,7 +74,7 @@ def export(
         from vitcompress.io.validation import options_of
         from vitcompress.pipeline.export_folder import export_folder, sign_artifact, verify_export
         from vitcompress.pipeline.fastest import FASTEST, choose_fastest, options_for
-        from vitcompress.pipeline.folder import UNFINISHED
+        from vitcompress.pipeline.folder import UNFINISHED, claim_run
         from vitcompress.pipeline.report import refresh_reports
 
         key, fastest = options.pop("sign"), options["precision"] == FASTEST
@@ -83,7 +83,8 @@ def export(
         if fastest:
             best, candidates = choose_fastest(folder, format, settings, out=out, dense=dense, progress=progress)
             format, settings = best.format, options_for(settings, best)
-        with lock_file(RunFolder(folder).plan, lambda: progress.note("waiting for another export of this folder")):
+        waits = lambda: progress.note("waiting for another export of this folder")  # noqa: E731
+        with lock_file(RunFolder(folder).plan, waits), claim_run(folder):
             done = export_folder(folder, format or "onnx", options=settings, out=out, dense=dense, progress=progress)
             for left in filter(Path.is_dir, done.path.parent.glob(f".{escape(done.path.name)}{UNFINISHED[1:]}")):
                 rmtree(left)  # by an export of this file that was killed
