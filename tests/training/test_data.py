@@ -326,6 +326,14 @@ def test_two_processes_see_the_batches_of_one(augmentation: Augmentation) -> Non
     assert seen.max() == max(1, augmentation.repeats)  # repeated views are in the epoch, others once
 
 
+@pytest.mark.parametrize("repeats", [0, 3])
+def test_an_epoch_has_as_many_views_as_images(repeats: int) -> None:
+    data = ArrayImages(np.zeros((400, 8, 8), np.uint8), np.arange(400) % 2)
+    for size, runtime in ((8, CPU), (4, RANKS[0])):
+        loader = TrainLoader(data, INPUT, size, runtime, augmentation=Augmentation(repeats=repeats), seed=0)
+        assert len(loader) == 50
+
+
 def test_the_order_depends_on_seed_and_epoch_only() -> None:
     def order(seed: int, epoch: int) -> list[int]:
         loader = TrainLoader(numbered(40), INPUT, 8, CPU, augmentation=Augmentation(), seed=seed)

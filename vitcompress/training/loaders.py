@@ -101,7 +101,8 @@ class TrainLoader(EvalLoader):
             raise InputError(message, hint=hint)
         # One shuffled order; rank r of W gets its entries r, r + W, ...
         kind: Any = RepeatAugSampler if augmentation.repeats > 1 else DistributedSampler
-        settings = {"num_repeats": augmentation.repeats} if augmentation.repeats > 1 else {"drop_last": True}
+        repeated = {"num_repeats": augmentation.repeats, "selected_round": 0}  # else images of small data are left out
+        settings = repeated if augmentation.repeats > 1 else {"drop_last": True}
         self.sampler = kind(dataset, runtime.world_size, runtime.rank, **settings)
         self.batches = _prefetch(dataset, input, batch_size, runtime, augmentation, self.sampler)
         a, width = augmentation, classes or int(dataset.labels.max()) + 1
