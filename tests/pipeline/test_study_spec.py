@@ -144,6 +144,10 @@ def test_mistakes_in_the_file_are_reported(tiny: Path, tmp_path: Path, change: t
     assert words in caught.value.message and "of the study" in caught.value.message
 
 
+def test_a_study_has_rows(tiny: Path) -> None:
+    assert "row   got [], expected a list of 1 or more" in error_of(str(tiny), "--set", "row=[]")
+
+
 def test_a_row_trained_in_int8_gets_no_more_epochs(tiny: Path, tmp_path: Path) -> None:
     path = tmp_path / "int8.toml"
     path.write_text(TINY.replace(*TO_INT8).replace("formats = []", 'formats = ["onnx"]'))

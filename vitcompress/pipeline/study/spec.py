@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
+from annotated_types import MinLen
 from pydantic import BaseModel, JsonValue
 
 from vitcompress.errors import InputError, RecipeError, did_you_mean
@@ -47,7 +48,7 @@ class _Tables(BaseModel):
     speed: SpeedTable = SpeedTable()
     base: dict[str, JsonValue]
     options: dict[str, dict[str, JsonValue]] = {}
-    row: tuple[RowTable, ...]
+    row: Annotated[tuple[RowTable, ...], MinLen(1)]
 
 
 @dataclass(frozen=True)
