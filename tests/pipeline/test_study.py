@@ -411,6 +411,31 @@ def test_a_damaged_file_is_an_input_error(
         run_study(load_study(str(tiny)), StudyOptions(folder, seeds=1))
 
 
+def test_a_missing_file_of_mistakes_is_named(tiny: Path, whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    folder = shutil.copytree(whole[0], tmp_path / "s")
+    mistakes = RunFolder(folder / "random_2-seed0").mistakes
+    write_json(mistakes, {"dense": []})
+    with pytest.raises(ArtifactError, match=f"{mistakes} has no entry compressed"):
+        run_study(load_study(str(tiny)), StudyOptions(folder, seeds=1))
+    mistakes.unlink()
+    with pytest.raises(ArtifactError, match=f"{mistakes} has no entry compressed") as caught:
+        run_study(load_study(str(tiny)), StudyOptions(folder, seeds=1))
+    assert f"remove {folder / 'random_2-seed0'}" in (caught.value.hint or "")
+
+
+def test_a_study_that_was_killed_before_its_first_file_continues(
+    tiny: Path, whole: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(whole[0], tmp_path / "s")
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    (folder / ".lock").touch()
+    study = load_study(str(tiny), ["base.dense.lr=1e30"])
+    with pytest.raises(VitcompressError, match="2 of 2 runs failed"):
+        run_study(study, StudyOptions(folder, seeds=1))
+    assert read_json(folder / "of_study.json") == {"study": "tiny"}
+
+
 def test_plots_show_all_rows(whole: tuple[Path, dict[str, Any]]) -> None:
     folder, result = whole
     assert sorted(path.name for path in folder.glob("pictures/*")) == ["accuracy.png", "random-layers.png"]

@@ -42,6 +42,21 @@ def test_a_row_is_compared_with_the_nearest_of_a_curve() -> None:
     assert mixed["verdict"] == "within noise" and mixed["differences"][1] == 0
 
 
+def test_a_comparison_counts_once_in_the_correction() -> None:
+    """One that is listed twice, and one that both of its rows list."""
+    rng = np.random.default_rng(0)
+    counts = {"a1": 0.9, "b1": 0.87, "c1": 0.85}
+    correct = {row: [rng.random(500) < share for _ in range(3)] for row, share in counts.items()}
+
+    def compare(**against: list[str]) -> list[dict[str, Any]]:
+        rows = [{**row, "against": against.get(row["curve"], [])} for row in rows_of(a1=0.5, b1=0.45, c1=0.3)]
+        return results.compare_rows(rows, correct)
+
+    once = compare(a=["b", "c"])
+    assert compare(a=["b", "c", "b"]) == once
+    assert [pair["p_holm"] for pair in compare(a=["b", "c"], b=["a"])[:2]] == [pair["p_holm"] for pair in once]
+
+
 def test_equal_counts_have_no_negative_difference() -> None:
     """The mean of +3 and -3 images of 540 is -5.6e-17."""
     counts = {"a1": (300, 305), "b1": (297, 308)}

@@ -18,6 +18,7 @@ from vitcompress.errors import InputError, MissingExtraError, OutputError, Vitco
 from vitcompress.exporters.onnx.providers import CPU, PROVIDERS, resolve_precision
 from vitcompress.io.files import read_record, write_json
 from vitcompress.io.progress import SILENT, Progress
+from vitcompress.io.run_folder import RunFolder
 from vitcompress.pipeline.dry_run import dry_run_recipe
 from vitcompress.pipeline.folder import ELSEWHERE, check_folder, claim_folder
 from vitcompress.pipeline.job import RunOptions, apply_options
@@ -81,14 +82,13 @@ def run_study(study: Study, options: StudyOptions, progress: Progress = SILENT) 
     """
     runs, folder = options.runs(study), options.folder(study)
     other = (read_record(folder / MARK, dict[str, str]) or {}).get("study")
-    if other != study.name and folder.is_dir() and any(folder.iterdir()):
+    if other != study.name and folder.is_dir() and {*folder.iterdir()} - {RunFolder(folder).lock}:
         what = f"contains the study {other!r}, not {study.name!r}"
         raise OutputError(f"{folder} {what if other else 'is not empty and not the folder of a study'}", hint=ELSEWHERE)
     for run in runs:
         check_folder(run.folder, run.recipe, structure_only=False, fresh=False)
     remaining = [run for run in runs if not run.is_done]
-    for run in remaining:
-        check_named(run.recipe.data)
+    check_named(runs[0].recipe.data)  # of all rows
     if remaining and (missing := dry_run_study(study, options, progress, remaining).missing):
         raise InputError("; ".join(missing), hint="`vitcompress study NAME --dry-run` shows what a study needs")
     with claim_folder(folder):
