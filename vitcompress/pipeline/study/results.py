@@ -93,7 +93,9 @@ def write_results(folder: Path, study: Study, runs: Sequence[Run], speed: Speed 
     records = [_run_record(run, report, speed) for run, report in zip(runs, reports, strict=True)]
     of_files, of_models = dict[str, list[np.ndarray]](), dict[str, list[np.ndarray]]()
     for run, record in zip(runs, records, strict=True):
-        wrong = read_record(RunFolder(run.folder).mistakes, dict[str, list[int]])
+        wrong = read_record(path := RunFolder(run.folder).mistakes, dict[str, list[int]]) or {}
+        if missing := {run.evaluated, "compressed"} - wrong.keys():
+            raise ArtifactError(f"{path} has no entry {min(missing)}", hint=f"restore it, or remove {run.folder}")
         for masks, name in ((of_files, run.evaluated), (of_models, "compressed")):
             masks.setdefault(run.row.name, []).append(~np.isin(np.arange(record["total"]), wrong[name]))
     rows = [_row_record(row, [record for record in records if record["row"] == row.name]) for row in study.rows]
