@@ -187,7 +187,7 @@ def compare_rows(rows: Sequence[dict[str, Any]], correct: Mapping[str, Sequence[
     """
     pairs = list[dict[str, Any]]()
     for row in rows:
-        for curve in row["against"]:
+        for curve in dict.fromkeys(row["against"]):
             rival = min((r for r in rows if r["curve"] == curve), key=lambda other: abs(other["macs"] - row["macs"]))
             masks = [correct[one["row"]] for one in (row, rival)]
             differences = [float(a.mean() - b.mean()) for a, b in zip(*masks, strict=True)]
@@ -204,7 +204,10 @@ def compare_rows(rows: Sequence[dict[str, Any]], correct: Mapping[str, Sequence[
                 "p_value": test["p_value"],
             }
             pairs.append(pair)
-    for pair, adjusted in zip(pairs, correct_p_values([pair["p_value"] for pair in pairs]), strict=True):
+    tests = {frozenset((pair["row"], pair["against"])): pair["p_value"] for pair in pairs}  # rows may name each other
+    corrected = dict(zip(tests, correct_p_values([*tests.values()]), strict=True))
+    for pair in pairs:
+        adjusted = corrected[frozenset((pair["row"], pair["against"]))]
         same_sign = len({np.sign(difference) for difference in pair["differences"]}) == 1
         better = "better" if pair["mean"] > 0 else "worse"
         pair |= {"p_holm": adjusted, "verdict": better if same_sign and adjusted < SIGNIFICANT else "within noise"}
