@@ -261,6 +261,15 @@ def test_a_folder_of_another_name_can_be_named(name: str, option: str, tmp_path:
     assert open_data(DataOptions("imagefolder", str(root), **{option: "other"}), seed=0).classes == ("a", "b")
 
 
+def test_the_training_folder_is_not_the_test_folder_by_default(tmp_path: Path) -> None:
+    root = image_folder(tmp_path, {"val": {"a": 3, "b": 3}})
+    with pytest.raises(DataError, match="has no folder validation or test"):
+        open_data(DataOptions("imagefolder", str(root), train_split="val"), seed=0)
+    image_folder(tmp_path, {"test": {"a": 2, "b": 1}})
+    splits = open_data(DataOptions("imagefolder", str(root), train_split="val", heldout=0.0), seed=0)
+    assert (len(splits.train), len(splits.test)) == (6, 3)
+
+
 def replace_image(root: Path) -> None:
     Image.new("RGB", (6, 5), (9, 9, 9)).save(root / "train/a/0.png")
 

@@ -167,7 +167,8 @@ def _part(options: DataOptions, *, train: bool = False) -> Path:
     """The folder of the test images, or of the training images."""
     check_named(options)
     name = options.train_split or "train" if train else options.test_split
-    root, names = user_path(options.path or ""), (name,) if name else _TEST_FOLDERS
+    others = tuple(other for other in _TEST_FOLDERS if other != options.train_split)
+    root, names = user_path(options.path or ""), (name,) if name else others
     if not root.is_dir():
         what = "is a file, not a folder of images" if root.exists() else "does not exist"
         raise DataError(f"data folder {root} {what}", hint="expected PATH/train/<class>/<image> and PATH/val")
