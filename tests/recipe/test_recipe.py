@@ -241,6 +241,7 @@ def test_to_remove_a_key_of_a_missing_table_changes_nothing() -> None:
         ("step[4].pruned_layers=3", "no entry 4: numbers start at 0"),
         ("finetune.epochs.more=3", "no such place"),
         ("finetune.epoch=3", "unknown key, did you mean epochs?"),
+        ("step.0={method='fold', attention=3}", "unknown key, known: none"),
         ("finetune.epochs=many", "got 'many', expected a whole number"),
     ],
 )

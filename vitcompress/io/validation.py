@@ -184,7 +184,7 @@ def _describe(item: Any, root: type[BaseModel]) -> str:
     seen = seen if len(seen) <= 60 else f"{seen[:57]}..."
     if kind in UNKNOWN:
         known = list(_keys(root, item["loc"][:-1]))
-        return f"{UNKNOWN_KEY}{did_you_mean(str(item['loc'][-1]), known) or ', known: ' + ', '.join(known)}"
+        return f"{UNKNOWN_KEY}{did_you_mean(str(item['loc'][-1]), known) or ', known: ' + (', '.join(known) or 'none')}"
     if kind in BOUNDS:
         key, words = BOUNDS[kind]
         return f"got {seen}, expected " + words.format(str(context[key]).removesuffix(".0"))
