@@ -95,6 +95,14 @@ def test_a_rate_of_stochastic_depth_among_the_arguments_of_the_model_is_a_note()
     assert dry_run(0, *words)["notes"] == []
 
 
+def test_training_options_of_the_file_without_effect_are_notes() -> None:
+    """Those of `--set` are rejected, but it may choose what leaves options of the file without effect."""
+    Path("own.toml").write_text(Path("small.toml").read_text().replace("[finetune]", "[finetune]\nmin_lr = 0.1"))
+    words = ["recipe", "own.toml", "--set", "finetune.schedule=constant"]
+    assert dry_run(0, *words)["notes"] == ["finetune.min_lr has no effect: schedule is 'constant'."]
+    assert dry_run(0, *words, "--structure-only")["notes"] == []
+
+
 def test_an_impossible_step_is_named_if_there_are_several() -> None:
     words = ["recipe", "digits_hetdpt_plus", "--dry-run", "--set", "step.3.align.residual=128"]
     error = expect_error(*words)

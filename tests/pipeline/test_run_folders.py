@@ -220,7 +220,7 @@ def test_other_folders_are_not_touched(tmp_path: Path, fresh: bool) -> None:
     [
         (["step.0.pruned_layers=9"], {}, PlanError, "pruned_layers is 9"),
         (["dense.batch_size=5000"], {}, InputError, "batch_size 5000"),
-        (["dense.batch_size=1100", "dense.augmentation.repeats=3"], {}, InputError, "more than the 1024 "),
+        (["dense.batch_size=1200", "dense.augmentation.repeats=3"], {}, InputError, "more than the 113. "),
         (["finetune.batch_size=63", "finetune.augmentation.mixup=0.8"], {}, InputError, "mix pairs"),
         (["finetune.augmentation={no_aug=false,auto_augment='rand-x5'}"], {}, InputError, "Unknown RandAugment"),
         (["finetune.augmentation.reprob=0.5"], {}, InputError, "reprob has no effect: no_aug"),
@@ -270,6 +270,12 @@ def test_a_teacher_that_cannot_teach_is_rejected_first(small: Path, tmp_path: Pa
         assert tree(tmp_path) == before
     result, _ = world.run(small, *world.BARE, f"finetune.teacher={small / 'run'}", name="taught")
     assert result.report["teacher"] == str(small / "run")
+
+
+@pytest.mark.parametrize("setting", ["finetune.epochs=0", "finetune.distillation=none"])
+def test_a_report_names_no_teacher_that_taught_nothing(small: Path, setting: str) -> None:
+    result, _ = world.run(small, *world.BARE, setting, name="untaught")
+    assert result.report["teacher"] is None
 
 
 def test_the_recipe_of_a_run_has_a_header(small: Path) -> None:

@@ -319,6 +319,7 @@ def test_the_default_of_an_unknown_key_is_a_problem() -> None:
         ("lr=0.1", "lr_base=0.1", "lr_base is set"),
         ("min_lr=0.0", "schedule=constant", "schedule is 'constant'"),
         ("warmup_lr=0.1", "warmup_epochs=0", "warmup_epochs is 0"),
+        ("select=best", "evaluate_every=0", "evaluate_every is 0"),
         ("alpha=0.3", "distillation=none", "distillation is 'none'"),
         ("label_weight=0.3", "distillation=none", "distillation is 'none'"),
         ("temperature=2.0", "distillation=hard", "distillation is 'hard'"),

@@ -217,6 +217,9 @@ class Job:
             yield describe_skipped(skipped)
         if self.trainings and self.recipe.model.args.get("drop_path_rate"):
             yield "model.args.drop_path_rate has no effect: drop_path of [dense] and [finetune] is the rate."
+        for table in ("dense", "finetune") if self.trainings else ():
+            unused = getattr(getattr(self.recipe, table), "unused", {})
+            yield from (f"{table}.{name} has no effect: {reason}." for name, reason in unused.items())
         for own in filter(None, (self.recipe.dense, *self.trainings)):
             if 0 < own.epochs < own.warmup_epochs:
                 yield f"warmup_epochs is {own.warmup_epochs} of {own.epochs} epochs: the learning rate never peaks."

@@ -93,7 +93,7 @@ def write_report(job: Job) -> None:
         **{stage: read_record(getattr(files, stage)) for stage in ("before_recovery", "recovery", "folding")},
         "searched": describe_measured_models(recipe) if searched else None,
         "layers": describe_choice(recipe, searched=searched),
-        "teacher": recipe.finetune.teacher if searched else None,
+        "teacher": recipe.finetune.teacher if job.extra_epochs and recipe.finetune.distillation != "none" else None,
         "published": recipe.published and asdict(recipe.published),
         "tables": [vars(table) for step in job.steps for table in step.method.report(step.files.path).tables],
         "notes": list(_remarks(job)),

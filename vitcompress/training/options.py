@@ -126,6 +126,7 @@ class TrainOptions:
             (self.lr_base is not None, "lr_base is set", ("lr",)),
             (self.schedule == "constant", "schedule is 'constant'", ("min_lr",)),
             (not self.warmup_epochs, "warmup_epochs is 0", ("warmup_lr",)),
+            (not self.evaluate_every, "evaluate_every is 0", ("select",)),
             (self.distillation == "none", kind, ("alpha", "label_weight")),
             (self.distillation in ("none", "hard"), kind, ("temperature",)),  # with features, [quantize] uses it
             (self.distillation != "soft_patch", kind, ("patch_weight",)),
