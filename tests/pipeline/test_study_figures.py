@@ -53,8 +53,7 @@ def test_a_comparison_counts_once_in_the_correction() -> None:
         return results.compare_rows(rows, correct)
 
     once = compare(a=["b", "c"])
-    assert compare(a=["b", "c", "b"]) == once
-    assert [pair["p_holm"] for pair in compare(a=["b", "c"], b=["a"])[:2]] == [pair["p_holm"] for pair in once]
+    assert compare(a=["b", "c", "b"]) == compare(a=["b", "c"], b=["a"]) == once
 
 
 def test_equal_counts_have_no_negative_difference() -> None:

@@ -80,8 +80,7 @@ def measure_speed(
             opened.name = name
         result = suite.compare(runners, options, progress).to_dict()
     evaluation = accuracy.EvaluateOptions(runner=runner)
-    exports = {name: str(file) for name, file in files.items() if name != DENSE}
-    correct = {name: accuracy.run([file], evaluation)["rows"][0]["correct"] for name, file in exports.items()}
+    correct = {n: accuracy.run([str(f)], evaluation)["rows"][0]["correct"] for n, f in files.items() if n != DENSE}
     speed = cast(Speed, {"models": weights, "settings": settings, "correct": correct, **result})
     write_json(path, speed)
     return speed
@@ -98,9 +97,8 @@ def write_results(folder: Path, study: Study, runs: Sequence[Run], speed: Speed 
             raise ArtifactError(f"{path} has no entry {min(missing)}", hint=f"restore it, or remove {run.folder}")
         for masks, name in ((of_files, run.evaluated), (of_models, "compressed")):
             masks.setdefault(run.row.name, []).append(~np.isin(np.arange(record["total"]), wrong[name]))
-    rows = [_row_record(row, [record for record in records if record["row"] == row.name]) for row in study.rows]
-    for row in rows:
-        row["against"] = [curve for curve in row["against"] if any(other["curve"] == curve for other in rows)]
+    curves = {row.curve for row in study.rows}
+    rows = [_row_record(row, [record for record in records if record["row"] == row.name], curves) for row in study.rows]
     for row in rows if any(record["flips"] is not None for record in records) else ():
         test = mcnemar(np.concatenate(of_models[row["row"]]), np.concatenate(of_files[row["row"]]))
         row |= {"only_model": test["only_a"], "only_file": test["only_b"], "p_value": test["p_value"]}
@@ -157,8 +155,8 @@ def _spread(seeds: Sequence[dict[str, Any]]) -> dict[str, float | None]:
     return {"top1_mean": fmean(shares), "top1_std": stdev(shares) if len(shares) > 1 else None}
 
 
-def _row_record(row: Row, seeds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One row over all seeds: sums of counts, means of the rest, the geometric mean of speed-ups."""
+def _row_record(row: Row, seeds: Sequence[dict[str, Any]], curves: set[str]) -> dict[str, Any]:
+    """One row over all seeds: sums of counts, means of the rest, the geometric mean of speed-ups. curves: of rows."""
     before = [seed["before_recovery"] for seed in seeds if seed["before_recovery"] is not None]
     speedups = [seed["speedup"]["median"] for seed in seeds if seed["speedup"]]
     flips = [seed["flips"] for seed in seeds]
@@ -166,7 +164,7 @@ def _row_record(row: Row, seeds: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "row": row.name,
         "curve": row.curve,
         "title": row.title,
-        "against": list(row.against),
+        "against": [curve for curve in row.against if curve in curves],
         **{key: sum(seed[key] for seed in seeds) for key in COUNTS},
         **_spread(seeds),
         **{key: fmean(seed[key] for seed in seeds) for key in ("params", "macs", "macs_ratio")},
@@ -187,8 +185,10 @@ def compare_rows(rows: Sequence[dict[str, Any]], correct: Mapping[str, Sequence[
     """
     pairs = list[dict[str, Any]]()
     for row in rows:
-        for curve in dict.fromkeys(row["against"]):
+        for curve in row["against"]:
             rival = min((r for r in rows if r["curve"] == curve), key=lambda other: abs(other["macs"] - row["macs"]))
+            if {row["row"], rival["row"]} in ({pair["row"], pair["against"]} for pair in pairs):
+                continue  # of a curve that is listed twice, or of rows that name each other
             masks = [correct[one["row"]] for one in (row, rival)]
             differences = [float(a.mean() - b.mean()) for a, b in zip(*masks, strict=True)]
             test = mcnemar(*map(np.concatenate, masks))
@@ -204,10 +204,7 @@ def compare_rows(rows: Sequence[dict[str, Any]], correct: Mapping[str, Sequence[
                 "p_value": test["p_value"],
             }
             pairs.append(pair)
-    tests = {frozenset((pair["row"], pair["against"])): pair["p_value"] for pair in pairs}  # rows may name each other
-    corrected = dict(zip(tests, correct_p_values([*tests.values()]), strict=True))
-    for pair in pairs:
-        adjusted = corrected[frozenset((pair["row"], pair["against"]))]
+    for pair, adjusted in zip(pairs, correct_p_values([pair["p_value"] for pair in pairs]), strict=True):
         same_sign = len({np.sign(difference) for difference in pair["differences"]}) == 1
         better = "better" if pair["mean"] > 0 else "worse"
         pair |= {"p_holm": adjusted, "verdict": better if same_sign and adjusted < SIGNIFICANT else "within noise"}

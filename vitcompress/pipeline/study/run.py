@@ -18,7 +18,6 @@ from vitcompress.errors import InputError, MissingExtraError, OutputError, Vitco
 from vitcompress.exporters.onnx.providers import CPU, PROVIDERS, resolve_precision
 from vitcompress.io.files import read_record, write_json
 from vitcompress.io.progress import SILENT, Progress
-from vitcompress.io.run_folder import RunFolder
 from vitcompress.pipeline.dry_run import dry_run_recipe
 from vitcompress.pipeline.folder import ELSEWHERE, check_folder, claim_folder
 from vitcompress.pipeline.job import RunOptions, apply_options
@@ -82,7 +81,7 @@ def run_study(study: Study, options: StudyOptions, progress: Progress = SILENT) 
     """
     runs, folder = options.runs(study), options.folder(study)
     other = (read_record(folder / MARK, dict[str, str]) or {}).get("study")
-    if other != study.name and folder.is_dir() and {*folder.iterdir()} - {RunFolder(folder).lock}:
+    if other != study.name and any(folder.glob("[!.]*")):  # a study that was killed may have left its lock alone
         what = f"contains the study {other!r}, not {study.name!r}"
         raise OutputError(f"{folder} {what if other else 'is not empty and not the folder of a study'}", hint=ELSEWHERE)
     for run in runs:
@@ -144,19 +143,18 @@ def execute_runs(runs: Sequence[Run], jobs: int, progress: Progress) -> None:
     waiting = [run for run in runs if not run.is_done]
     if len(waiting) < len(runs):
         progress.note(f"{len(runs) - len(waiting)} of {len(runs)} runs are already done")
-    failed, tracebacks = dict[str, list[str]](), dict[str, str]()
+    failed = dict[str, tuple[list[str], str]]()
     outcomes = (_execute(run, progress) for run in waiting) if jobs == 1 else _run_in_processes(waiting, jobs)
     for number, (run, seconds, problem, trace) in enumerate(outcomes, len(runs) - len(waiting) + 1):
         if problem is not None:
-            failed.setdefault(problem, []).append(run.name)
-            tracebacks.setdefault(problem, trace)
+            failed.setdefault(problem, ([], trace))[0].append(run.name)
         progress.update("runs", number, len(runs))
         progress.note(f"{number} of {len(runs)}: {run.name} {'failed' if problem else 'done'} ({seconds:.0f} s)")
     if failed:
-        lines = [f"{', '.join(names)}: {problem}" for problem, names in failed.items()]
-        message = "\n  ".join([f"{sum(map(len, failed.values()))} of {len(runs)} runs failed", *lines])
+        lines = [f"{', '.join(names)}: {problem}" for problem, (names, _) in failed.items()]
+        message = "\n  ".join([f"{sum(len(n) for n, _ in failed.values())} of {len(runs)} runs failed", *lines])
         error = VitcompressError(message, hint="the other runs are done; the same command repeats these")
-        error.add_note("\n".join(tracebacks.values()))  # shown with --debug
+        error.add_note("\n".join(trace for _, trace in failed.values()))  # shown with --debug
         raise error
 
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
-from annotated_types import MinLen
-from pydantic import BaseModel, JsonValue
+from pydantic import BaseModel, Field, JsonValue
 
 from vitcompress.errors import InputError, RecipeError, did_you_mean
 from vitcompress.exporters.options import Positive
@@ -48,7 +47,7 @@ class _Tables(BaseModel):
     speed: SpeedTable = SpeedTable()
     base: dict[str, JsonValue]
     options: dict[str, dict[str, JsonValue]] = {}
-    row: Annotated[tuple[RowTable, ...], MinLen(1)]
+    row: tuple[RowTable, ...] = Field(min_length=1)
 
 
 @dataclass(frozen=True)
