@@ -217,7 +217,10 @@ def test_a_folder_of_a_training_script_names_its_checkpoints() -> None:
         (["--expect", "-1"], "-1.0 is not in the range 1<=x<=100"),
         (["--expect", "0.875"], "0.875 is not in the range 1<=x<=100"),
         (["--expect", "nan"], "expect   got nan, expected a finite number"),
-        (["--expect", "90", "--structure-only"], "--structure-only measures none\nleave one of them out"),
+        (
+            ["--expect", "90", "--structure-only"],
+            "--expect cannot be checked: there are no images with --structure-only\nleave it out",
+        ),
         (["--mean", "0.5,0.5"], "mean has 2 values, the images of vit_tiny_patch16_224 have 3 channels"),
         (["--mean", "nan"], "preprocessing.mean.0   got nan, expected a finite number"),
         (["--mean", "123.7,116.3,103.5"], "numbers from 0 to 1"),

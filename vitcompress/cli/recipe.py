@@ -57,11 +57,10 @@ def recipe(
     with show_progress(collect=not dry_run) as progress:
         from vitcompress.recipe.load import load_recipe
 
-        named = dict(options)
-        loaded = load_recipe(source, set, model, options.pop("weights"))  # reports mistakes before slow imports
+        loaded = load_recipe(source, set, model, weights := options.pop("weights"))  # before slow imports
         finished = RunFolder(options["out"] or Path("runs", loaded.name)).report.is_file()
         if not (dry_run or finished):  # a dry run lists all that is missing, a finished run may not need it
-            check_files(named)
+            check_files(options | {"weights": weights})
         from vitcompress.bench.report.loss import list_run_drops
         from vitcompress.bench.report.run import summary_table
         from vitcompress.cli.output import tables, terminal
@@ -78,7 +77,7 @@ def recipe(
             try:
                 result = run_recipe(loaded, settings, progress)
             except OutputError:  # of a finished run in the folder: a file that does not exist explains the difference
-                check_files(named)
+                check_files(options | {"weights": weights})
                 raise
     if dry_run:
         return _print_dry_run(plan, tables.print_dry_run, plan.failed)

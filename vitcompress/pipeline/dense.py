@@ -123,7 +123,7 @@ def preview_dense(job: Job) -> Accuracy:
 def why_unchecked(job: Job) -> str:
     """Why the accuracy of the dense model is not measured; empty if it is."""
     if job.data is None or not _check_images(job)[1]:
-        return "there are no images"
+        return f"there are no images{' with --structure-only' * job.options.structure_only}"
     return "" if job.recipe.model.weights != "random" or job.options.expect is not None else "its weights are random"
 
 

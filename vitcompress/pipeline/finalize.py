@@ -52,9 +52,8 @@ def verify_run(job: Job) -> None:
     done = job.data is None or job.files.recorded_outputs.is_file()
     if not (done and job.files.verification.is_file()):
         job.progress.stage("Verify")
-        images = None
-        if job.data is not None:
-            images = random_images(job.data.test, job.input, image_count(job.base), job.recipe.run.seed)
+        data, seed = job.data, job.recipe.run.seed
+        images = None if data is None else random_images(data.test, job.input, image_count(job.base), seed)
         result = verify_folder(job.folder, images, job.dense_folder, job.progress)
         files = [path.name for path in job.folder.iterdir()]  # some names begin with that of a file, which has dots
         names = [check.name for check in result.checks if check.verdict == "passed"]

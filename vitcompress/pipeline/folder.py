@@ -44,9 +44,8 @@ def check_folder(folder: Path, recipe: Recipe, *, structure_only: bool, fresh: b
     inputs = (*tables, recipe.finetune.teacher, recipe.finetune.teacher_weights)
     try:
         _check_content(RunFolder(folder), recipe_text(recipe, structure_only=structure_only), fresh)
-        old = {*_old_files(folder)} if fresh else set()
-        for path in (Path(text).resolve() for text in inputs if text and Path(text).is_absolute()):
-            if old & {path, *path.parents} or (fresh and path == folder):
+        for path in (Path(text).resolve() for text in inputs if fresh and text and Path(text).is_absolute()):
+            if path == folder or {path, *path.parents} & {*_old_files(folder)}:
                 raise OutputError(f"--fresh would remove {path}, which this run reads", hint=ELSEWHERE)
     except OSError as error:
         raise OutputError(f"{folder} cannot be read: {error.strerror}", hint=ELSEWHERE) from None
@@ -79,11 +78,10 @@ def _check_content(files: RunFolder, expected: str, fresh: bool) -> None:
 
 def _rewrite(text: str) -> str:
     """The recipe.toml `text` as this version writes it: options that an earlier version lacked get their default."""
-    try:
+    with suppress(RecipeError):
         recipe = build_recipe("of the run", parse_toml("of the run", text))
-    except RecipeError:
-        return text
-    return recipe_text(recipe, structure_only=STRUCTURE_ONLY in text)
+        return recipe_text(recipe, structure_only=STRUCTURE_ONLY in text)
+    return text
 
 
 def difference(there: str, here: str) -> list[str]:

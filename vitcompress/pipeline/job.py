@@ -73,11 +73,8 @@ def apply_options(recipe: Recipe, options: RunOptions, data: Splits | None = Non
     options_of(RunOptions, vars(options), "this run")
     if options.control and options.structure_only:
         raise InputError("--control trains a model, --structure-only trains nothing", hint="leave one of them out")
-    if options.expect is not None and options.structure_only:
-        raise InputError("--expect needs an accuracy, --structure-only measures none", hint="leave one of them out")
-    weights, class_names = recipe.model.weights, options.classes or recipe.model.class_names
-    if weights == "train" and options.structure_only:
-        weights = "random"
+    weights = "random" if options.structure_only and recipe.model.weights == "train" else recipe.model.weights
+    class_names = options.classes or recipe.model.class_names
     teacher, teacher_weights = recipe.finetune.teacher, recipe.finetune.teacher_weights
     if teacher and ("/" in teacher or user_path(teacher).is_dir()):  # no name of timm
         teacher = _absolute(teacher)

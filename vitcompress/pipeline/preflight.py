@@ -155,5 +155,4 @@ def check_weights(job: Job, *, download: bool = True) -> None:
 def check_expect(job: Job) -> None:
     """Raise InputError for an expected accuracy without images to measure it on."""
     if job.options.expect is not None and (reason := why_unchecked(job)):
-        message = f"--expect cannot be checked: {reason}"
-        raise InputError(message, hint="use data with test or held-out images, or leave it out")
+        raise InputError(f"--expect cannot be checked: {reason}", hint="leave it out, or use test or held-out images")

@@ -99,10 +99,9 @@ class TrainLoader(EvalLoader):
             message = f"mixup and cutmix mix pairs, so {batch_size} images per process and step cannot be mixed"
             hint = "use an even batch_size / (processes * accumulate), or set mixup = 0 and cutmix = 0"
             raise InputError(message, hint=hint)
-        # One shuffled order; rank r of W gets its entries r, r + W, ...
-        kind: Any = RepeatAugSampler if augmentation.repeats > 1 else DistributedSampler
-        repeated = {"num_repeats": augmentation.repeats, "selected_round": 0}  # else images of small data are left out
-        settings = repeated if augmentation.repeats > 1 else {"drop_last": True}
+        # One shuffled order, as long as the data (timm rounds it); rank r of W gets its entries r, r + W, ...
+        kind: Any = RepeatAugSampler if (repeats := augmentation.repeats) > 1 else DistributedSampler
+        settings = {"num_repeats": repeats, "selected_round": 0} if repeats > 1 else {"drop_last": True}
         self.sampler = kind(dataset, runtime.world_size, runtime.rank, **settings)
         self.batches = _prefetch(dataset, input, batch_size, runtime, augmentation, self.sampler)
         a, width = augmentation, classes or int(dataset.labels.max()) + 1
