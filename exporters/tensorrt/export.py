@@ -5,7 +5,6 @@ here, `<engine>.layers.json` (the output of the library's engine inspector).
 """
 
 import json
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -26,7 +25,7 @@ from vitcompress.exporters.quantize.graph import CORE
 from vitcompress.exporters.runner import RunnerOptions
 from vitcompress.exporters.sidecar import sidecar_path
 from vitcompress.exporters.tensorrt.build import Built, build
-from vitcompress.exporters.tensorrt.flavours import RTX, TRT, Flavour, capability, numbers, read_header
+from vitcompress.exporters.tensorrt.flavours import RTX, TRT, Flavour, capability
 from vitcompress.exporters.tensorrt.layers import layer_checks, parse_layers, unavailable_checks, unfused_warnings
 from vitcompress.exporters.tensorrt.runner import EngineRunner
 from vitcompress.io import hardware
@@ -116,10 +115,9 @@ def _record(
     flavour: Flavour, staged: Path, source: Exported, built: Built, options: ExportOptions, reason: str
 ) -> Exported:
     """Write the sidecar of an engine. reason: for its targets."""
-    version = str(flavour.load().__version__)
     build = {
         "runtime": flavour.title,
-        "runtime_version": version,
+        "runtime_version": str(flavour.load().__version__),
         "sm": list(options.sm),
         "sm_reason": reason,
         "batch": list(options.batch),
@@ -127,18 +125,10 @@ def _record(
         **{name: getattr(options, name) for name in RECORDED},
         "timing_cache": None if options.timing_cache is None else options.timing_cache.name,
         "gpu": torch.cuda.get_device_name() if flavour is TRT else None,
-        "header": read_header(built.data),
         "seconds": round(built.seconds, 3),
-        "warnings": [*built.warnings, *_header_warnings(flavour, built.data, version, options.sm)],
+        "warnings": built.warnings,
     }
     return record_export(staged, [staged.name], source, format=flavour.name, precision=options.precision, build=build)
-
-
-def _header_warnings(flavour: Flavour, data: bytes, version: str, targets: Sequence[int]) -> list[str]:
-    """Differences between the header and the request: only a hint, because the header is not documented."""
-    header, known = read_header(data), ".".join(map(str, numbers(version)))
-    expected = {"written_by": flavour.title, "version": known, "sm": sorted(targets) if flavour is RTX else None}
-    return [f"the header states {key} {header[key]}, not {e}" for key, e in expected.items() if header[key] != e]
 
 
 def _inspect(exported: Exported, source: Exported, options: ExportOptions) -> Exported:

@@ -10,8 +10,6 @@ from vitcompress.errors import DeviceError, InputError, MissingExtraError
 from vitcompress.io import hardware
 
 HEADER = 64  # bytes at the start of an engine
-MAGIC_BYTES, VERSION_BYTES = slice(0, 4), slice(24, 28)
-TARGETS_BYTE, TARGETS = 32, (75, 80, 86, 89, 120, 121)  # TensorRT for RTX: one bit each, the lowest first
 
 
 @dataclass(frozen=True)
@@ -90,20 +88,7 @@ def capability(index: int = 0) -> int | None:
 
 def flavour_of(data: bytes) -> Flavour | None:
     """The library that wrote an engine, by its first bytes: a hint, because the header is not documented."""
-    return next((flavour for flavour in FLAVOURS.values() if data[MAGIC_BYTES] == flavour.magic), None)
-
-
-def read_header(data: bytes) -> dict[str, object]:
-    """Library, version and compute capabilities of an engine by its first bytes; None for what they do not state."""
-    flavour = flavour_of(data)
-    if flavour is None or len(data) < HEADER:
-        return {"written_by": None, "version": None, "sm": None}
-    targets = [target for number, target in enumerate(TARGETS) if data[TARGETS_BYTE] >> number & 1]
-    return {
-        "written_by": flavour.title,
-        "version": ".".join(str(part) for part in data[VERSION_BYTES]),
-        "sm": targets if flavour is RTX else None,
-    }
+    return next((flavour for flavour in FLAVOURS.values() if data.startswith(flavour.magic)), None)
 
 
 def create_log(library: Any) -> Any:

@@ -25,10 +25,15 @@ EXIT_SECONDS = 10.0  # how long the process may take to end by itself
 # The environment variables that the process inherits: none with tokens or settings of other programs.
 INHERITED = ("PATH", "LD_LIBRARY_PATH", "HOME", "TMPDIR", "TEMP", "SYSTEMROOT", "LANG")
 INHERITED_PREFIXES = ("CUDA_", "NVIDIA_", "VIRTUAL_ENV", "CONDA_")
+ENGINE_HINT = "export it again on this machine, with the installed version of the library"
 MACHINE_HINT = (
     "an engine runs in a process of its own: the GPU needs free memory, and a compute mode that lets several processes "
     "use it (`nvidia-smi -q -d COMPUTE,MEMORY`); `vitcompress doctor` tests the driver"
 )
+KINDS: dict[str, tuple[type[VitcompressError], str]] = {  # of errors in the process
+    "engine": (ArtifactError, ENGINE_HINT),
+    "machine": (DeviceError, MACHINE_HINT),
+}
 
 
 class EngineProcess:
@@ -65,9 +70,7 @@ class EngineProcess:
             message = f"the process that ran {self._path} has ended{'' if code is None else f' (exit code {code})'}"
             raise VitcompressError(message, hint="the engine may be damaged, or the GPU out of memory") from None
         if "error" in answer:
-            kinds: dict[str, type[VitcompressError]] = {"engine": ArtifactError, "machine": DeviceError}
-            kind = kinds.get(answer.get("kind", ""), VitcompressError)
-            hint = MACHINE_HINT if kind is DeviceError else None
+            kind, hint = KINDS.get(answer.get("kind", ""), (VitcompressError, None))
             raise kind(f"{self._path} cannot be run: {answer['error']}", hint=hint)
         return answer, payload
 

@@ -125,8 +125,8 @@ def _choose_flavour(path: Path, sidecar: dict[str, Any]) -> Flavour:
         message = f"{path} was written by {writer.title}, but its sidecar names {recorded}"
         raise ArtifactError(message, hint="export it again")
     build, installed = sidecar.get("build", {}), str(flavour.load().__version__)
-    version = build.get("runtime_version") or flavours.read_header(header)["version"]
-    if numbers(str(version)) != numbers(installed) and not build.get("version_compatible"):
+    version = build.get("runtime_version")  # without a sidecar the library itself reports another version
+    if version and numbers(str(version)) != numbers(installed) and not build.get("version_compatible"):
         message = f"{path} was built by {flavour.title} {version}, which the installed {installed} does not run"
         hint = f"export it again on this machine, or pip install {flavour.module.replace('_', '-')}=={version}"
         raise DeviceError(message, hint=hint)

@@ -24,8 +24,8 @@ from vitcompress.exporters.sidecar import sidecar_path
 from vitcompress.exporters.tensorrt import export, runner
 from vitcompress.exporters.tensorrt.build import Built
 from vitcompress.exporters.tensorrt.build import build as build_engine
-from vitcompress.exporters.tensorrt.export import RTX_DEFAULT, _header_warnings, layers_path, source_path
-from vitcompress.exporters.tensorrt.flavours import RTX, create_log, read_header
+from vitcompress.exporters.tensorrt.export import RTX_DEFAULT, layers_path, source_path
+from vitcompress.exporters.tensorrt.flavours import RTX, create_log
 from vitcompress.io.files import file_sha256, find_changed_files
 from vitcompress.io.progress import Progress
 from vitcompress.models.create import input_config
@@ -90,7 +90,6 @@ def test_the_sidecar_describes_the_engine(engine: Path) -> None:
     build = sidecar["build"]
     assert (build["sm"], build["batch"], build["tf32"]) == ([89], [1, 2, 4], False)
     assert build["runtime_version"] == tensorrt_rtx.__version__
-    assert build["header"] == {"written_by": RTX.title, "version": tensorrt_rtx.__version__, "sm": [89]}
     assert build["warnings"] == []
     known = {key: json.loads(text) for key, text in sidecar["metadata"].items()}
     assert sidecar["opset"] == 20 and "TensorRT" in sidecar["opset_reason"] == known["opset_reason"]
@@ -112,14 +111,9 @@ def test_two_builds_have_the_same_bytes(engine: Path) -> None:
     assert len({rebuilt(engine, 80).data, rebuilt(engine, batch=(1, 2, 8)).data, data}) == 3
 
 
-def test_each_target_is_in_the_file(engine: Path) -> None:
-    assert read_header(rebuilt(engine, 120, 80).data)["sm"] == [80, 120]
-    assert read_header(engine.read_bytes())["sm"] == [89]
-
-
 def test_the_default_targets_are_recorded_and_tf32_is_off_unless_requested(model: nn.Module, tmp_path: Path) -> None:
     plain, path = built(model, tmp_path / "m.engine", precision="fp32", sm=()), tmp_path / "m.engine"
-    assert tuple(plain["build"]["sm"]) == tuple(plain["build"]["header"]["sm"]) == RTX_DEFAULT
+    assert tuple(plain["build"]["sm"]) == RTX_DEFAULT
     assert "default" in plain["build"]["sm_reason"] and plain["build"]["tf32"] is False
     without_tf32 = rebuilt(path, precision="fp32").data
     tf32 = built(model, path, precision="tf32", keep_onnx=False)
@@ -285,17 +279,6 @@ def test_ctrl_c_cancels_the_build(engine: Path) -> None:
     assert b"KeyboardInterrupt" in errors and p.returncode not in (0, -signal.SIGABRT, -signal.SIGSEGV), errors
     done, total = map(int, (first + out).split()[-2:])
     assert done < total
-
-
-def test_the_read_header_other_files_says_nothing() -> None:
-    assert read_header(b"\x08\n\x12" + bytes(61)) == {"written_by": None, "version": None, "sm": None}
-    assert read_header(b"ftrt" + bytes(20) + bytes([10, 12, 0, 36]) + bytes(36))["version"] == "10.12.0.36"
-
-
-def test_a_contradicting_header_causes_warnings(engine: Path) -> None:
-    data = engine.read_bytes()
-    assert _header_warnings(RTX, data, tensorrt_rtx.__version__, (89,)) == []
-    assert len(_header_warnings(RTX, b"ftrt" + data[4:], "1.2.3.4", (80,))) == 3
 
 
 def test_an_error_has_the_first_and_the_last_message() -> None:

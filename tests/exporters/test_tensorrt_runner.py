@@ -115,12 +115,6 @@ def test_an_engine_of_another_version_is_rejected_with_the_right_version(engine:
     ) as caught:
         open_runner(engine)
     assert "tensorrt-rtx==1.4.0.9" in str(caught.value.hint)
-    sidecar_path(engine).unlink()
-    data = bytearray(engine.read_bytes())
-    data[24:28] = bytes([1, 4, 0, 9])
-    engine.write_bytes(data)
-    with pytest.raises(DeviceError, match=r"1\.4\.0\.9"):
-        open_runner(engine, trust=True)  # then by its header
 
 
 def test_an_engine_for_another_gpu_is_rejected(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,6 +231,7 @@ def test_errors_of_the_machine_are_no_errors_of_the_engine(
     with pytest.raises(VitcompressError) as caught:
         process.layers()
     assert type(caught.value) is kind
+    assert (caught.value.hint or "").startswith("export it again") == (kind is ArtifactError)
 
 
 def test_times_from_the_process_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
