@@ -65,8 +65,6 @@ def export(
     """
     options, path = options or ExportOptions(), Path(path)
     check_options(flavour, options)
-    default = "default of TensorRT for RTX" if flavour is RTX else "the GPU that it was built on"
-    reason = "requested" if options.sm else default
     options = replace(options, sm=choose_targets(flavour, options))
     results: list[Exported] = []
 
@@ -87,7 +85,7 @@ def export(
         built = build(flavour, source.path, size, options, progress)
         write_bytes(staged, built.data)
         built.warnings.extend(unfused_warnings(model, options.precision))
-        exported = _record(flavour, staged, source, built, options, reason)
+        exported = _record(flavour, staged, source, built, options)
         if cannot_run(flavour) is None and capability() in options.sm:
             exported = _inspect(exported, source, options)
         results.append(exported)
@@ -111,15 +109,12 @@ def _companions(path: Path) -> tuple[Path, ...]:
     return sidecar_path(path), layers_path(path), source_path(path), sidecar_path(source_path(path))
 
 
-def _record(
-    flavour: Flavour, staged: Path, source: Exported, built: Built, options: ExportOptions, reason: str
-) -> Exported:
-    """Write the sidecar of an engine. reason: for its targets."""
+def _record(flavour: Flavour, staged: Path, source: Exported, built: Built, options: ExportOptions) -> Exported:
+    """Write the sidecar of an engine."""
     build = {
         "runtime": flavour.title,
         "runtime_version": str(flavour.load().__version__),
         "sm": list(options.sm),
-        "sm_reason": reason,
         "batch": list(options.batch),
         "tf32": options.precision == "tf32",
         **{name: getattr(options, name) for name in RECORDED},
