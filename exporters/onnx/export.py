@@ -63,7 +63,6 @@ def export(
     options: ExportOptions | None = None,
     progress: Progress = SILENT,
     external_data: bool | None = None,
-    lean: bool = True,
     reason: str | None = None,
     form: Form = "unsigned_input",
     **about: Unpack[ModelInfo],
@@ -75,8 +74,8 @@ def export(
 
     Args:
         options: only precision, islands, weight_bits, uint8 and opset (20 to 23; None: 20, or 22 for bf16) apply.
-        form: of the graph in int8 or fp8, see `quantize.graph`.
-        lean: remove unread tokens and shapes, join linear layers; False keeps the patterns that TensorRT documents.
+        form: of the graph in int8 or fp8, see `quantize.graph`. In all precisions "float_bias" keeps the patterns that
+            TensorRT documents; for others unread tokens and shapes are removed, and linear layers joined.
         reason: reason for the default opset in the metadata; None: a general one.
         external_data: store the weights in `<path>.data`; None: only above the 2 GB that one file can hold.
 
@@ -92,7 +91,7 @@ def export(
     if options.precision in EIGHT_BITS:
         with TemporaryDirectory(prefix="vitcompress-") as folder:
             source = Path(folder) / path.name
-            plain, settings = prepare_quantized(model, source, options, form, lean=lean, reason=reason, **about)
+            plain, settings = prepare_quantized(model, source, options, form, reason=reason, **about)
             files = _write_checked(path, lambda target: quantize(source, target, settings, plain.metadata))
         opset, why, metadata = plain.opset, plain.opset_reason, plain.metadata
     else:
@@ -103,9 +102,11 @@ def export(
             opset, why = BF16_FROM, f"the first with a convolution in bf16; {why}"
         program = _trace(model, options, opset, about)
         metadata = {**describe_file(model, options, about), "opset_reason": json.dumps(why)}
-        if lean and options.precision in HALF:
-            multiply_patches(program.model.graph)
-        _tidy(program.model, metadata, lean)
+        if form != "float_bias":
+            _simplify(program.model, options.precision)
+        ClearMetadataAndDocStringPass()(program.model)  # stack traces: paths of this machine, and bytes that change
+        program.model.metadata_props.update(metadata)
+        program.model.producer_name, program.model.producer_version = "vitcompress", vitcompress.__version__
         files = _write_checked(path, partial(program.save, external_data=external_data))
     fields: dict[str, Any] = {"precision": options.precision, "opset": opset, "opset_reason": why, "metadata": metadata}
     return record_export(path, files, format="onnx", **fields)
@@ -117,7 +118,6 @@ def prepare_quantized(
     options: ExportOptions,
     form: Form,
     *,
-    lean: bool = True,
     reason: str | None = None,
     **about: Unpack[ModelInfo],
 ) -> tuple[Exported, Quantization]:
@@ -135,9 +135,9 @@ def prepare_quantized(
     if factors:  # the traces are those of the model as it is
         about["traces"] = about.get("traces", {}).setdefault(tuple(factors.items()), {})
     write = partial(export, rescale(model, factors), options=options.only({"opset", "uint8"}), reason=reason, **about)
-    plain = write(path, lean=lean)
+    plain = write(path, form=form)
     # Ranges are those of the tokens that are read, in every form.
-    measured = about["calibrate"](plain.path if lean else write(path.with_name("lean.onnx")).path)
+    measured = about["calibrate"](write(path.with_name("lean.onnx")).path if form == "float_bias" else plain.path)
     for island in options.islands:
         if not any(is_within(key, expand_layers(model, (island,))) for key in (*measured, *classifier, stem)):
             hint = "omit it, or name linear layers"
@@ -269,17 +269,15 @@ def _attention(
     return opset20.MatMul(opset20.Softmax(scores, axis=-1), value)
 
 
-def _tidy(model: Any, metadata: dict[str, str], lean: bool) -> None:
-    """Remove work without effect, and replace torch's metadata by ours."""
-    if lean:
-        drop_unread_tokens(model.graph)
-        join_linear_layers(model.graph)
-        RemoveUnusedNodesPass()(model)
-        for value in (output for node in model.graph for output in node.outputs if not output.is_graph_output()):
-            value.shape = None  # with stored shapes ONNX Runtime reuses less memory, and is slower
-    ClearMetadataAndDocStringPass()(model)  # stack traces: paths of this machine, and bytes that change
-    model.metadata_props.update(metadata)
-    model.producer_name, model.producer_version = "vitcompress", vitcompress.__version__
+def _simplify(model: Any, precision: str) -> None:
+    """Remove work without effect."""
+    if precision in HALF:
+        multiply_patches(model.graph)
+    drop_unread_tokens(model.graph)
+    join_linear_layers(model.graph)
+    RemoveUnusedNodesPass()(model)
+    for value in (output for node in model.graph for output in node.outputs if not output.is_graph_output()):
+        value.shape = None  # with stored shapes ONNX Runtime reuses less memory, and is slower
 
 
 def _remove_empty_pads(graph: Any) -> None:

@@ -73,7 +73,6 @@ def export(
             model,
             source_path(staged),
             options=onnx_options(options),
-            lean=False,  # TensorRT's attention kernels are documented for the patterns that torch writes
             reason=DECOMPOSED,
             form="float_bias",
             **about,

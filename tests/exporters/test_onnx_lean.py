@@ -42,7 +42,7 @@ def rows(path: Path, operator: str) -> list[int | None]:
 
 def count_short(variant: str, path: Path) -> int:
     model = build(variant, dtype=torch.float32)
-    export(model, path, input=input_config(model), lean=False, traces=traces(variant))
+    export(model, path, input=input_config(model), form="float_bias", traces=traces(variant))
     graph = onnx_ir.load(path).graph
     before = {value: value.shape for node in graph for value in node.outputs}
     drop_unread_tokens(graph)
@@ -62,7 +62,7 @@ def test_the_last_scores_are_those_of_the_class_token(opset: int, tmp_path: Path
 def test_blocks_behind_the_last_attention_see_one_token(tmp_path: Path) -> None:
     model = without_last_attention()
     about: Any = {"input": input_config(model), "traces": {}}
-    whole = export(model, tmp_path / "whole.onnx", lean=False, **about).path
+    whole = export(model, tmp_path / "whole.onnx", form="float_bias", **about).path
     path = export(model, tmp_path / "m.onnx", **about).path
     assert rows(whole, "Softmax") == [5]
     assert rows(path, "Softmax") == [1]
@@ -113,7 +113,7 @@ def test_linear_layers_are_one_node_each(tmp_path: Path) -> None:
 
 def test_axes_that_are_counted_from_the_first_stay_valid(tmp_path: Path) -> None:
     model, path = build("plain", dtype=torch.float32), tmp_path / "m.onnx"
-    export(model, path, input=input_config(model), lean=False, traces=traces("plain"))
+    export(model, path, input=input_config(model), form="float_bias", traces=traces("plain"))
     sidecar_path(path).unlink()
     file = onnx_ir.load(path)
     for node in (node for node in file.graph if node.op_type == "LayerNormalization"):
@@ -152,6 +152,6 @@ def test_patches_are_multiplied_in_half_precision(variant: str, multiplied: int,
     model, options = build(variant, dtype=torch.float32), ExportOptions("fp16", uint8=uint8)
     about: Any = {"input": input_config(model), "options": options}
     path = export(model, tmp_path / "m.onnx", **about).path
-    kept = export(model, tmp_path / "kept.onnx", lean=False, **about).path
+    kept = export(model, tmp_path / "kept.onnx", form="float_bias", **about).path
     assert convolutions(path) == convolutions(kept) - multiplied  # PVT's patches overlap
     assert uint8 or failures(model, path, variant) == []

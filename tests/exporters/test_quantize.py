@@ -75,7 +75,7 @@ def write(folder: Path, source: nn.Module | None = None, method: Any = "minmax",
         return calibrate(path, X, settings.precision, method)  # type: ignore[arg-type]
 
     about: Any = {"input": input_config(source), "calibrate": ranges, "traces": kept}
-    return export(source, folder / "model.onnx", options=settings, form=form, lean=form != "float_bias", **about)
+    return export(source, folder / "model.onnx", options=settings, form=form, **about)
 
 
 @pytest.fixture(scope="module")
@@ -629,7 +629,7 @@ def test_products_alone_read_rounded_values(form: str, tmp_path: Path) -> None:
     x = images("pvt", count=8, dtype=torch.float32)
     about: Any = {"input": input_config(source), "calibrate": lambda path: calibrate(path, x, "int8")}
     options = ExportOptions(precision="int8")
-    path = export(source, tmp_path / "m.onnx", options=options, form=form, lean=form != "float_bias", **about).path  # type: ignore[arg-type]
+    path = export(source, tmp_path / "m.onnx", options=options, form=form, **about).path  # type: ignore[arg-type]
     nodes = onnx.load(str(path)).graph.node
     assert any(node.op_type == "Conv" for node in nodes)
     rounded = {node.output[0] for node in nodes if node.op_type == "QuantizeLinear"}

@@ -148,7 +148,7 @@ def test_exports_with_shared_traces_write_the_same_files(tmp_path: Path, monkeyp
     cases += [(replace(fp32, opset=22), 0, True), (replace(int8, opset=22), 0, True)]
     alone = dict[Any, Exported]()
     for number, (options, scaled, few) in enumerate(cases):
-        form: Any = {"form": "unsigned_input" if few else "float_bias", "lean": few, "options": options, **about}
+        form: Any = {"form": "unsigned_input" if few else "float_bias", "options": options, **about}
         more: Any = {"factors": factors} if scaled else {}
         shared = export(model, tmp_path / f"{number}.onnx", **form, **more, traces=traces)
         traced, same = len(count), (options, few, scaled and options.precision == "int8")  # fp32 has no factors

@@ -94,7 +94,7 @@ def best_evaluator(exporter: Exporter, original: Original, options: ExportOption
         title, proxy, suffix = f"{exporter.name} on {GPU}", False, exporter.suffix
         write, compare = exporter.export, partial(output_checks, device=GPU)
     else:
-        suffix, write = ONNX.suffix, partial(export, lean=exporter is ONNX)
+        suffix, write = ONNX.suffix, partial(export, form="float_bias" if "sm" in exporter.uses else "unsigned_input")
         options = replace(options.only(ONNX.uses), precision=options.eight_bits or options.precision)
         if options.eight_bits == "int8":
             title, proxy = "ONNX Runtime on the CPU", exporter is not ONNX
