@@ -62,12 +62,11 @@ def export(
     *,
     options: ExportOptions | None = None,
     progress: Progress = SILENT,
-    external_data: bool | None = None,
     reason: str | None = None,
     form: Form = "unsigned_input",
     **about: Unpack[ModelInfo],
 ) -> Exported:
-    """Write `model` to `path` and its sidecar to `<path>.json`. On failure nothing is left behind.
+    """Write `model` to `path`, its sidecar to `<path>.json`, and large weights to `<path>.data`; nothing on failure.
 
     The file maps `images` (batch, channels, height, width), float32, normalized, to `logits` (batch, classes), float32,
     for any batch. With `uint8` it takes bytes, (batch, height, width, channels), and normalizes them.
@@ -77,7 +76,6 @@ def export(
         form: of the graph in int8 or fp8, see `quantize.graph`. In all precisions "float_bias" keeps the patterns that
             TensorRT documents; for others unread tokens and shapes are removed, and linear layers joined.
         reason: reason for the default opset in the metadata; None: a general one.
-        external_data: store the weights in `<path>.data`; None: only above the 2 GB that one file can hold.
 
     Raises:
         InputError: an unsupported precision or opset, attention of a form that has no translation, or no `calibrate`
@@ -107,7 +105,7 @@ def export(
         ClearMetadataAndDocStringPass()(program.model)  # stack traces: paths of this machine, and bytes that change
         program.model.metadata_props.update(metadata)
         program.model.producer_name, program.model.producer_version = "vitcompress", vitcompress.__version__
-        files = _write_checked(path, partial(program.save, external_data=external_data))
+        files = _write_checked(path, program.save)
     fields: dict[str, Any] = {"precision": options.precision, "opset": opset, "opset_reason": why, "metadata": metadata}
     return record_export(path, files, format="onnx", **fields)
 

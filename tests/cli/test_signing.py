@@ -13,7 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from command_line import begin, copy_run, expect_error, tree
-from contracts import build, traces
+from contracts import WEIGHTS_IN_ONE_FILE, build, traces
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.rsa import generate_private_key
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
@@ -52,7 +52,8 @@ def finished(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         if HAS_ENGINE:
             call("export", RUN, "--format", "trt-rtx", "--sm", "89", "--batch", "1:2:4", "--sign", "key")
         model = build("plain", dtype=torch.float32)
-        onnx_export.export(model, DATA, input=input_config(model), external_data=True, traces=traces("plain"))
+        patch.setattr(WEIGHTS_IN_ONE_FILE, 0)
+        onnx_export.export(model, DATA, input=input_config(model), traces=traces("plain"))
         for artifact in (ONNX, DATA, RUN):
             call("sign", artifact, "--key", "key")
         return Path.cwd()

@@ -9,7 +9,7 @@ from typing import Any
 import onnx
 import pytest
 import torch
-from contracts import BYPASSES, build, every_variant, having, kept_channels, spaces_of, traces
+from contracts import BYPASSES, WEIGHTS_IN_ONE_FILE, build, every_variant, having, kept_channels, spaces_of, traces
 from layer_plans import depth_plan
 from onnx_agreement import failures
 from torch import nn
@@ -47,7 +47,6 @@ def exported(
     model: nn.Module,
     folder: Path,
     *,
-    external_data: bool | None = None,
     traces: dict[Any, Any] | None = None,
     **options: Any,
 ) -> Path:
@@ -55,7 +54,7 @@ def exported(
     path = folder / "model.onnx"
     about: Any = {"input": input_config(model), "classes": CLASSES, "plan_digest": "ab12"}
     about["traces"] = {} if traces is None else traces
-    return export(model, path, options=wanted, external_data=external_data, **about).path
+    return export(model, path, options=wanted, **about).path
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +79,13 @@ def test_every_variant_agrees_with_torch(variant: str, file: Callable[..., Path]
     ("opset", "precision", "external"),
     [(20, "fp32", True), (20, "fp16", False), (23, "fp32", False), (23, "fp16", True)],
 )
-def test_every_setting_agrees_with_torch(opset: int, precision: str, external: bool, tmp_path: Path) -> None:
+def test_every_setting_agrees_with_torch(
+    opset: int, precision: str, external: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = dense("layer_scale")
-    kept = traces("layer_scale")
-    path = exported(model, tmp_path, traces=kept, opset=opset, precision=precision, external_data=external)
+    if external:
+        monkeypatch.setattr(WEIGHTS_IN_ONE_FILE, 0)
+    path = exported(model, tmp_path, traces=traces("layer_scale"), opset=opset, precision=precision)
     facts = graph_facts(path)
     written = onnx.load(path, load_external_data=False).opset_import[0].version
     assert (written, facts.operators.get("Attention", 0)) == (opset, 2 if opset == 23 else 0)

@@ -6,7 +6,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
-from contracts import build, images, traces
+from contracts import WEIGHTS_IN_ONE_FILE, build, images, traces
 from too_large import large_ffn
 from torch import Tensor, nn
 
@@ -70,10 +70,11 @@ def test_other_families(variant: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits, expected, rtol=0, atol=120 * 2.0**-11 * float(expected.abs().max()))
 
 
-def test_weights_in_a_file_of_their_own(half: Path, tmp_path: Path) -> None:
+def test_weights_in_a_file_of_their_own(half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WEIGHTS_IN_ONE_FILE, 0)
     model = build("plain", dtype=torch.float32)
     options = ExportOptions(precision="fp16")
-    external = export(model, tmp_path / "external.onnx", input=input_config(model), options=options, external_data=True)
+    external = export(model, tmp_path / "external.onnx", input=input_config(model), options=options)
     assert len(external.files) == 2
     assert torch.equal(rounded_logits(external.path, X), rounded_logits(half, X))
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".part")]

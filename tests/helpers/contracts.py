@@ -46,6 +46,8 @@ SMALL = {
     },
 }
 
+# Largest size in bytes of weights that torch writes into the ONNX file itself.
+WEIGHTS_IN_ONE_FILE = "torch.onnx._internal.exporter._onnx_program._LARGE_MODEL_THRESHOLD"
 BYPASSES = ["drop", "norm_identity", "double"]  # replacements of an attention
 
 
