@@ -21,7 +21,8 @@ from vitcompress.io.files import decode_json_values, file_sha256, signed_files
 class EngineRunner(Runner):
     """An engine on one GPU.
 
-    Raises ArtifactError for one that is not trusted, DeviceError for another GPU, version or precision than it has.
+    Raises ArtifactError for one without a matching sidecar, DeviceError for another GPU, version or precision than it
+    has, and for executable code in it that is not trusted.
     """
 
     def __init__(self, path: Path, options: RunnerOptions) -> None:
@@ -41,7 +42,7 @@ class EngineRunner(Runner):
         host_code = bool(self._build.get("version_compatible"))
         if host_code and not options.trust:
             message = f"{path} is a version-compatible engine and contains executable code"
-            raise ArtifactError(message, hint="pass --trust to load it")
+            raise DeviceError(message, hint="evaluate and bench load it with --trust")
         self._process = EngineProcess(
             path,
             sha256=self._sha256,

@@ -70,6 +70,16 @@ def test_it_agrees_with_the_model_and_the_folder_verifies(engine: Path) -> None:
     assert {c["verdict"] for c in result["checks"] if c["name"].startswith(f"agreement.{engine.name}")} == {"passed"}
 
 
+def test_a_version_compatible_engine_is_verified_where_it_is_built(engine: Path) -> None:
+    """Its code is trusted there. Later it needs --trust, and is no failed check without."""
+    if read_sidecar(engine)["format"] != "trt":
+        pytest.skip("TensorRT for RTX has no such engines")
+    words = ("--format", "trt", "--precision", "fp16", "--version-compatible", "--out")
+    assert run_command("export", engine.parent, *words, engine.with_name("compatible.engine"))["verified"] is True
+    later = run_command("verify", engine.parent)["checks"]
+    assert [c["verdict"] for c in later if c["name"] == "agreement.compatible.engine"] == ["not_run"]
+
+
 def test_it_runs_at_every_batch_of_its_range_and_at_no_other(engine: Path) -> None:
     with closing(open_runner(engine)) as runner:
         for batch in (1, 3, 8):

@@ -159,7 +159,7 @@ def test_without_a_gpu_a_remedy_is_named(engine: Path) -> None:
 def test_a_version_compatible_engine_needs_trust(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "capability", lambda index: 89)
     set_build(engine, version_compatible=True, runtime_version="1.0.0.0")
-    with pytest.raises(ArtifactError, match="version-compatible engine and contains executable code"):
+    with pytest.raises(DeviceError, match="version-compatible engine and contains executable code"):
         open_runner(engine)
 
 

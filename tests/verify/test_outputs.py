@@ -190,7 +190,7 @@ def test_on_a_gpu_it_runs_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     half, plain = (write_file(folder, options=ExportOptions(precision=kind)).path for kind in ("bf16", "fp32"))
     devices: dict[str, str | None] = {}
 
-    def recorded(path: Path, *, device: str | None) -> Runner:
+    def recorded(path: Path, *, device: str | None, trust: bool) -> Runner:
         devices[path.name] = device
         raise DeviceError("not here")
 

@@ -182,13 +182,14 @@ class Original:
     """The model that exported files are compared with.
 
     images: (count, channels, height, width), normalized. real: they are not noise. command: verifies on the target a
-    file that cannot run here; None: in the folder of the file.
+    file that cannot run here; None: in the folder of the file. trust: the files were just built here, with any code.
     """
 
     model: nn.Module
     images: Tensor
     real: bool = True
     command: str | None = None
+    trust: bool = False
 
     @cached_property
     def exact(self) -> Callable[[Tensor], Tensor]:
@@ -241,7 +242,7 @@ def output_checks(path: Path, original: Original, device: str | None = None) -> 
     try:
         # ONNX Runtime has no kernels for bf16 on the CPU.
         gpu = "cuda" if _metadata(path).get("precision") == "bf16" and torch.cuda.is_available() else None
-        with closing(open_runner(path, device=device or gpu)) as runner:
+        with closing(open_runner(path, device=device or gpu, trust=original.trust)) as runner:
             checks = _runner_checks(path, original, runner)
         if path.suffix == OPENVINO.file_suffix:
             checks[0] = _add_default(checks[0], path, original)
