@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from contextlib import closing
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from vitcompress.exporters.sidecar import read_sidecar
 from vitcompress.io import hardware
 from vitcompress.io.files import decode_json_values
 from vitcompress.models.create import create_model, input_config
-from vitcompress.pipeline.export import compare_with_fp32
+from vitcompress.pipeline.export import compare_with_fp32, measure_quickly
 from vitcompress.verify.outputs import Original, output_checks
 from vitcompress.verify.weights import compare_tensors, exported_module
 
@@ -289,3 +290,10 @@ def test_a_file_that_is_slower_than_fp32_is_reported(
     assert slower.speed["verdict"] == "slower" and slower.speed["a"] == "fp32"
     warning = slower.build["warnings"][0]
     assert "slower here" in warning and remedy in warning and ("no VNNI" in warning) == (form == "openvino")
+
+
+def test_files_with_a_range_are_measured_at_their_smallest_batch(model: nn.Module, tmp_path: Path) -> None:
+    done = EXPORTERS["onnx"].export(model, tmp_path / "m.onnx", input=input_config(model), traces=traces())
+    for about, batch in (({"batch": [2, 4, 8]}, 2), ({}, 1)):
+        rows = measure_quickly([replace(done, build=about)]).rows
+        assert [row["batch"] for row in rows] == [batch]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from vitcompress.bench import suite
 from vitcompress.cli import main
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.runtimes import EXPORTERS
@@ -126,7 +127,7 @@ def test_the_fastest_that_passes_is_chosen(monkeypatch: pytest.MonkeyPatch, tmp_
     checked: list[str] = []
 
     def export(folder: Path, name: str, *, options: ExportOptions, out: Path, **_: Any) -> Any:
-        return SimpleNamespace(path=out, precision=options.precision)
+        return SimpleNamespace(path=out, precision=options.precision, build={})
 
     def run(paths: list[Path], *args: Any, **settings: Any) -> Any:
         rows = [{"latency_ms": {"p50": ms}} for ms in times.values()]
@@ -139,7 +140,7 @@ def test_the_fastest_that_passes_is_chosen(monkeypatch: pytest.MonkeyPatch, tmp_
 
     monkeypatch.setattr(fastest, "export_folder", export)
     monkeypatch.setattr(fastest, "open_runner", lambda path: SimpleNamespace(close=lambda: None))
-    monkeypatch.setattr(fastest.suite, "run", run)
+    monkeypatch.setattr(suite, "run", run)
     monkeypatch.setattr(fastest, "verify_export", verify)
     best, candidates = fastest.choose_fastest(
         tmp_path, "onnx", ExportOptions(), out=None, dense=False, progress=Progress()

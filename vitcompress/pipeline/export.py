@@ -107,11 +107,17 @@ def compare_with_fp32(exported: Exported, write: Write) -> Exported:
 
 
 def _measure_over(exported: Exported, write: Write) -> suite.Bench | None:
-    """The file and the one that `write` writes, interleaved at batch 1; None if this machine cannot run them."""
+    """The file and the one that `write` writes, by `measure_quickly`; None if this machine cannot run them."""
     with suppress(DeviceError), TemporaryDirectory(prefix="vitcompress-") as folder:
         open_runner(exported.path).close()
-        return suite.run([write(Path(folder) / f"base{exported.path.suffix}").path, exported.path], QUICK)
+        return measure_quickly([write(Path(folder) / f"base{exported.path.suffix}"), exported])
     return None
+
+
+def measure_quickly(files: Sequence[Exported], progress: Progress = SILENT) -> suite.Bench:
+    """Measure files interleaved at their smallest batch: 1, except for engines with another range."""
+    least = max((exported.build.get("batch") or (1,))[0] for exported in files)
+    return suite.run([exported.path for exported in files], replace(QUICK, batch=least), progress)
 
 
 def _add_costs(

@@ -9,14 +9,13 @@ from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from vitcompress.bench import suite
 from vitcompress.errors import CheckFailedError, InputError
 from vitcompress.exporters.base import Exported
 from vitcompress.exporters.options import DEFAULTS, ONLY_EIGHT_BITS, ExportOptions, Precision
 from vitcompress.exporters.runtimes import find_exporter, open_runner
 from vitcompress.io.progress import Progress
 from vitcompress.io.text import format_speedup
-from vitcompress.pipeline.export import QUICK
+from vitcompress.pipeline.export import measure_quickly
 from vitcompress.pipeline.export_folder import check_name, export_folder, verify_export
 
 FASTEST = "fastest"
@@ -26,7 +25,7 @@ PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "int8", "int8+bf16")
 
 @dataclass
 class Candidate:
-    """result: `chosen`, or why not. ms: median time of one image. speedup: over the first one that was measured."""
+    """result: `chosen`, or why not. ms: median time of the smallest batch. speedup: over the first measured one."""
 
     format: str
     precision: Precision
@@ -80,7 +79,7 @@ def choose_fastest(
         if problem and not exports:
             raise problem
         progress.stage(f"Measure {len(exports)} files interleaved")
-        bench = suite.run([exported.path for _, exported in exports], QUICK, progress)
+        bench = measure_quickly([exported for _, exported in exports], progress)
         for text in bench.disturbed:
             progress.note(f"disturbed: {text}")
         for (candidate, _), row, ratio in zip(exports, bench.rows, (None, *bench.ratios), strict=True):

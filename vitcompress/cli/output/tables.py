@@ -105,7 +105,7 @@ def print_export(done: Mapping[str, Any]) -> None:
     plain = {name: f"{{{name}}}" for name in ("format", "precision", "speedup", "result")}
     columns: Columns = {"ms": lambda row: f"{row['ms']:.2f}" if row["ms"] else "", **plain}
     if done["candidates"]:
-        print_table(Table.of("batch 1, the fastest first", columns, done["candidates"]), wrap=True)
+        print_table(Table.of("the smallest batch, the fastest first", columns, done["candidates"]), wrap=True)
     line = "{folder}/{path}  {format} {precision}, {bytes:,} bytes, opset {opset} ({opset_reason})"
     print_text(line.format_map(done))
     print_text(_describe_input(done["metadata"], done["build"]))
