@@ -91,14 +91,16 @@ def export(
             with record_changes(folder):
                 outcome = verify_export(folder, done, progress, dense=dense)
             refresh_reports([folder], progress)
-        if key and outcome.verdict != "failed":
+        failed = [check["detail"] for check in done.build.get("truth", ()) if check["verdict"] == "failed"]
+        if key and outcome.verdict != "failed" and not failed:
             progress.note(f"signature: {sign_artifact(done.path, key)}")
     data = {"folder": str(outcome.path.parent), "candidates": list(map(vars, candidates))}
-    print_result({**data, **done.to_dict(), **outcome.to_dict()}, tables.print_export)
+    result = {**data, **done.to_dict(), **outcome.to_dict()}
+    print_result({**result, **({"verdict": "failed", "verified": False} if failed else {})}, tables.print_export)
     file = done.path.name
     if outcome.verdict == "failed":
         return report_failure(f"{file} does not match the model, see {outcome.path}: {outcome.reason}")
-    if failed := [check["detail"] for check in done.build.get("truth", ()) if check["verdict"] == "failed"]:
+    if failed:
         return report_failure(f"{file} was not built as requested: {failed[0]}")
     if outcome.verdict == "not_run" and require_verified:
         return report_failure(f"{file} could not be verified here: {outcome.reason}")
