@@ -135,7 +135,7 @@ def verify_export(
     """Compare an exported file with the model of the run `folder`, on the images that the folder was verified with.
 
     The ONNX file that an engine was built from is checked too, as most machines can run it. The result is recorded in
-    the sidecar and, for a file in the folder, in its verify.json. A file that fails is moved to the folder `failed`.
+    the sidecar and, for a file that stays in the folder, in its verify.json. One that fails is moved to `failed`.
     """
     progress.stage(f"Compare {exported.path.name} with the model")
     path, source, files = exported.path, source_path(exported.path), _source(folder, dense)
@@ -148,18 +148,20 @@ def verify_export(
     paths = [file for file in (path, source) if file.is_file()]
     results, tensors = check_files(paths, original, "files checked", progress)
     checks = tuple(chain.from_iterable(results.values()))
+    verdict = file_status(path, checks)
     if inside:
-        added = Verification(checks)
+        left, tensors = ((), {}) if verdict == "failed" else (checks, tensors)  # of files that stay in the folder
+        added = Verification(left)
         if not dense:  # the table of weights is that of the compressed model
             for file in exported_files(folder, "model"):
                 with suppress(InputError):  # a damaged file fails when the folder is verified
                     if file not in results and (contents := contents_of(file)):
                         tensors[file.name] = compare_contents(contents, original)
             shapes = shape_check(original.rows, model)
-            added = Verification((*checks, shapes), weight_table(original.rows, model, tensors))
-        names = {*(() if dense else ("onnx",)), *(check.name for check in added.checks)}  # onnx: no file was exported
+            added = Verification((*left, shapes), weight_table(original.rows, model, tensors))
+        no_file = () if dense or not left else ("onnx",)  # the check that states that no file was exported
+        names = {*no_file, *(check.name for check in added.checks)}
         update_verification(folder, added, lambda name: name in names or any(is_about(file, name) for file in paths))
-    verdict = file_status(path, checks)
     return ExportOutcome(quarantine(path) if verdict == "failed" else path, verdict, checks)
 
 
