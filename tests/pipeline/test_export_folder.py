@@ -24,6 +24,7 @@ from vitcompress.exporters.runtimes import EXPORTERS
 from vitcompress.exporters.sidecar import read_classes
 from vitcompress.exporters.tensorrt.flavours import RTX
 from vitcompress.io import hardware
+from vitcompress.io.files import lock_file
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.create import create_model, input_config
 from vitcompress.pipeline import export_folder as exports
@@ -31,6 +32,7 @@ from vitcompress.pipeline.export_folder import export_folder, verify_export
 from vitcompress.plan import Plan
 from vitcompress.recipe.load import load_recipe
 from vitcompress.surgery import apply_to_copy
+from vitcompress.verify import folder as verify_module
 from vitcompress.verify.folder import noise_images, verify_folder
 
 ARCH = "vit_tiny_patch16_224"
@@ -98,6 +100,27 @@ def test_a_second_export_waits_until_the_first_one_is_verified(folder: Path, mon
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(run, range(2)))
     assert events == ["export", "verify"] * 2
+
+
+def test_verify_waits_for_an_export(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise its result, without the new file, replaces that of the export in verify.json."""
+    events, started = list[str](), threading.Event()
+
+    def verify(*arguments: Any, **options: Any) -> Any:
+        events.append("verify")
+        started.set()
+        return verify_folder(*arguments, **options)
+
+    def run() -> None:
+        with suppress(SystemExit):
+            cli.main(["verify", str(folder), "-q", "--json"])
+
+    monkeypatch.setattr(verify_module, "verify_folder", verify)
+    with ThreadPoolExecutor(1) as pool, lock_file(folder / "plan.json"):
+        pool.submit(run)
+        started.wait(2)  # for one that does not wait
+        events.append("export")
+    assert events == ["export", "verify"]
 
 
 def test_class_names_stay_and_a_precision_gets_a_file_of_its_own(folder: Path) -> None:

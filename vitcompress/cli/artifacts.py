@@ -28,13 +28,15 @@ def verify(folder: Path, require_verified: bool, adopt: bool) -> int:
     """
     with show_progress() as progress:
         from vitcompress.cli.output import tables
+        from vitcompress.io.files import lock_file
         from vitcompress.io.manifest import REMEDY
+        from vitcompress.io.run_folder import RunFolder
         from vitcompress.pipeline.folder import claim_run, dense_folder_to_verify
         from vitcompress.pipeline.report import refresh_reports
         from vitcompress.verify.folder import verify_folder
 
         progress.stage(f"Verify {folder}")
-        with claim_run(folder):
+        with claim_run(folder), lock_file(RunFolder(folder).plan, lambda: progress.note("waiting for an export of it")):
             verification = verify_folder(folder, None, dense_folder_to_verify(folder), progress, adopt=adopt)
             refresh_reports([folder], progress)
     print_result({"weights": {"tensors": [], "files": []}, **verification.to_dict()}, tables.print_verification)
