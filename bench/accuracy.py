@@ -14,7 +14,7 @@ from vitcompress.bench.report import records
 from vitcompress.bench.report.measurements import SETTINGS, find_speed, match_rows, read_benchmarks
 from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters.runtimes import Runner, RunnerOptions, exported_files, open_runner
-from vitcompress.exporters.sidecar import read_classes
+from vitcompress.exporters.sidecar import read_classes, usable_sidecar
 from vitcompress.io.files import user_path
 from vitcompress.io.progress import SILENT, Progress
 from vitcompress.io.run_folder import RunFolder
@@ -141,7 +141,7 @@ def compare_classes(artifact: Path, classes: Sequence[str]) -> str:
     files, paths = RunFolder(artifact), exported_files(artifact, "model") if artifact.is_dir() else [artifact]
     plan = read_plan(files.plan) if files.plan.is_file() else None
     own = run_classes(files, create_on_meta(plan.arch, plan.arch_args)) if plan else None
-    own = own or next(filter(None, map(read_classes, paths)), ())
+    own = own or next(filter(None, (read_classes(path) for path in paths if usable_sidecar(path))), ())
     if own in (tuple(classes), (), tuple(map(str, range(len(classes))))):  # numbers: exported without names
         return ""
     if set(own).isdisjoint(classes):

@@ -103,6 +103,12 @@ def test_another_number_of_classes_is_rejected(tmp_path: Path) -> None:
         accuracy.run([str(run)], accuracy.EvaluateOptions(data="digits"))
 
 
+def test_a_trusted_engine_needs_no_usable_sidecar_for_its_classes(tmp_path: Path) -> None:
+    (tmp_path / "model.engine").touch()
+    (tmp_path / "model.engine.json").write_text("{")
+    assert accuracy.compare_classes(tmp_path / "model.engine", ["a", "b"]) == ""
+
+
 DIGIT_NAMES = tuple(str(number) for number in range(10))
 
 
