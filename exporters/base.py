@@ -11,7 +11,7 @@ import numpy as np
 from torch import nn
 
 from vitcompress.errors import InputError, OutputError
-from vitcompress.exporters.options import ExportOptions
+from vitcompress.exporters.options import ONLY_EIGHT_BITS, ExportOptions
 from vitcompress.exporters.precision import expand_layers
 from vitcompress.exporters.runner import Runner, RunnerOptions
 from vitcompress.exporters.sidecar import FORMAT, sidecar_path
@@ -173,7 +173,8 @@ class Exporter:
             if name not in supported:
                 value = describe_value(getattr(options, name))
                 message = f"{name} is {value}, but the format {self.name} has no such option in {options.precision}"
-                raise InputError(message, hint=f"omit it; {self.name} supports {', '.join(sorted(supported))}")
+                possible = supported if options.eight_bits else supported.difference(ONLY_EIGHT_BITS)
+                raise InputError(message, hint=f"omit it; {self.name} supports {', '.join(sorted(possible))}")
         low, best, high = options.batch
         if not low <= best <= high:
             message = f"the batch range {low}:{best}:{high} is not in ascending order (minimum, optimal, maximum)"

@@ -411,5 +411,6 @@ def test_named_layers_stay_out_of_int8_in_openvino(tmp_path: Path) -> None:
     assert json.loads(done.metadata["islands"]) == ["blocks.0.mlp", "head", "patch_embed.proj"]
     assert {check.verdict for check in output_checks(done.path, Original(plain(), X))} == {"passed"}
     for precision in ("fp32", "bf16"):
-        with pytest.raises(InputError, match=rf"the format openvino has no such option in {precision}"):
+        with pytest.raises(InputError, match=rf"the format openvino has no such option in {precision}") as caught:
             EXPORTERS["openvino"].check(ExportOptions(precision=precision, islands=("auto",)))
+        assert str(caught.value.hint).endswith("openvino supports opset, precision, uint8")  # and nothing for int8 alone
