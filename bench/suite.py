@@ -183,7 +183,8 @@ def measure_memory(artifact: str, variant: str | None, options: RunnerOptions, b
             return pool.submit(_run_images, file, variant, options, batch).result()
         except Exception as error:  # whatever the process raised, or its end
             message = f"the memory of {artifact} cannot be measured: {first_line(error)}"
-            raise VitcompressError(message, hint="leave --memory out") from error
+            hint = 'leave --memory out; a script must measure it under `if __name__ == "__main__":`'
+            raise VitcompressError(message, hint=hint) from error
 
 
 def _run_images(artifact: Artifact, variant: str | None, options: RunnerOptions, batch: int) -> dict[str, int | None]:
