@@ -32,8 +32,10 @@ from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.checkpoint import write_model
 from vitcompress.models.create import input_config, plan_of
 from vitcompress.pipeline import export, fp32_layers
+from vitcompress.pipeline import export_folder as exports
 from vitcompress.pipeline.calibration import Calibration, model_digest
 from vitcompress.pipeline.export import write_export
+from vitcompress.pipeline.export_folder import ExportOutcome
 from vitcompress.pipeline.fp32_layers import Evaluator, Layers, LayerSearch, best_evaluator, minimize, search
 from vitcompress.training.datasets import as_images
 from vitcompress.verify.outputs import SHARES, Limits, Original, compare, comparison_checks, output_checks
@@ -203,6 +205,23 @@ def test_the_command_line_records_the_search(format: str, tmp_path: Path, capsys
     file = path.name if format == "onnx" else f"{path.name}.onnx"
     check = checks[f"agreement.{file}.rounded.error"]
     assert check["verdict"] == "passed" and "a proxy" in check["detail"]
+
+
+def test_a_file_that_fails_after_the_search_names_the_next_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The search evaluates fewer images than the export."""
+
+    def verify(folder: Path, done: Exported, *arguments: Any, **options: Any) -> ExportOutcome:
+        return ExportOutcome(done.path, "failed", (Check("agreement.x.error", "failed"),))
+
+    monkeypatch.setattr(exports, "verify_export", verify)
+    words = ["export", str(run_folder(tmp_path / "run", plain())), "--precision", "fp16"]
+    for more, named in (["--islands", "auto"], True), ([], False):
+        with pytest.raises(SystemExit) as ended:
+            main(words + more)
+        assert ended.value.code == 1
+        assert ("name more layers in --islands" in capsys.readouterr().err) == named
 
 
 def test_if_no_set_passes_no_file_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -413,4 +432,4 @@ def test_named_layers_stay_out_of_int8_in_openvino(tmp_path: Path) -> None:
     for precision in ("fp32", "bf16"):
         with pytest.raises(InputError, match=rf"the format openvino has no such option in {precision}") as caught:
             EXPORTERS["openvino"].check(ExportOptions(precision=precision, islands=("auto",)))
-        assert str(caught.value.hint).endswith("openvino supports opset, precision, uint8")  # and nothing for int8 alone
+        assert str(caught.value.hint).endswith("openvino supports opset, precision, uint8")  # nothing of int8

@@ -101,7 +101,8 @@ def export(
     print_result({**result, **({"verdict": "failed", "verified": False} if failed else {})}, tables.print_export)
     file = done.path.name
     if outcome.verdict == "failed":
-        return report_failure(f"{file} does not match the model, see {outcome.path}: {outcome.reason}")
+        hint = "name more layers in --islands than the search chose" if done.islands_search else None
+        return report_failure(f"{file} does not match the model, see {outcome.path}: {outcome.reason}", hint)
     if failed:
         return report_failure(f"{file} was not built as requested: {failed[0]}")
     if outcome.verdict == "not_run" and require_verified:
