@@ -55,7 +55,7 @@ def export(
         files = write_with_data(path, partial(_convert, source.path, labels))
     settings, version = {runner.HINT: HINTS[options.precision]}, metadata.version("openvino")
     build: dict[str, Any] = {"runtime": "openvino", "runtime_version": version, "weights": stored.precision}
-    build |= {"settings": settings, "variable_batch": runner.is_joined(read_ir(path))}
+    build |= {"settings": settings, "variable_batch": runner.needs_variable_batch(read_ir(path))}
     fields = {"format": "openvino", "precision": options.precision, "metadata": labels, "build": build}
     return record_export(path, files, source, **fields)
 

@@ -86,8 +86,8 @@ def _is_small(node: Any) -> bool:
     return weight is not None and "Constant" in weight.get_node().get_type_name() and max(weight.get_shape()) <= JOINED
 
 
-def is_joined(model: Any) -> bool:
-    """Whether a small product reads the result of another one; see `OpenVinoRunner`."""
+def needs_variable_batch(model: Any) -> bool:
+    """Whether OpenVINO would join two small products, and crash at a fixed batch; see `OpenVinoRunner`."""
     for node in filter(_is_small, model.get_ops()):
         source = node.input_value(0).get_node()
         while source.get_type_name() in ELEMENTWISE:
@@ -136,7 +136,7 @@ class OpenVinoRunner(Runner):
         if self._threads is not None:
             config["INFERENCE_NUM_THREADS"] = str(self._threads)
         try:
-            model.reshape([-1 if is_joined(model) else batch, *shape])
+            model.reshape([-1 if needs_variable_batch(model) else batch, *shape])
             compiled = core().compile_model(model, "CPU", config)
         except RuntimeError as error:
             raise ArtifactError(f"OpenVINO cannot run {path} at batch {batch}: {lines_of(error)[-1]}") from None

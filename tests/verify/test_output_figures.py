@@ -67,7 +67,7 @@ def test_two_logits_are_close_within_twice_the_allowed_error(margin: float, unex
 def test_each_figure_has_its_own_limit(share: float) -> None:
     """See the derivation in the module's docstring."""
     limits = {"flips": 0.0, "kl": 2 * share**2, "cosine": share**2 / 2, "error": share}
-    good = Comparison(images=100_000, flips=0, unexplained=0, kl=0.0, cosine=1.0, turn=share**2 / 2, error=0.0)
+    good = Comparison(images=100_000, flips=0, unexplained=0, kl=0.0, cosine=1.0, cosine_limit=share**2 / 2, error=0.0)
 
     def failing(result: Comparison) -> set[str]:
         checks = comparison_checks(result, Limits(share, share), "a", "here")

@@ -87,7 +87,7 @@ class Comparison:
 
     images: number of different images. flips: images with another top-1 class; unexplained: those of them whose two
     best logits differ by more than rounding explains. kl: of the worst image. cosine: of the image that is nearest to
-    its limit; turn: that limit of 1 - cos. error: relative to the largest logit.
+    its limit; cosine_limit: that limit of 1 - cos. error: relative to the largest logit.
     """
 
     images: int
@@ -95,7 +95,7 @@ class Comparison:
     unexplained: int
     kl: float
     cosine: float
-    turn: float
+    cosine_limit: float
     error: float
 
     def describe_flips(self) -> str:
@@ -160,7 +160,7 @@ def comparison_checks(comparison: Comparison, limits: Limits, name: str, source:
     rows = (
         ("flips", float(comparison.unexplained), 0.0, comparison.describe_flips()),
         ("kl", comparison.kl, kl, "largest KL divergence of an image, nats"),
-        ("cosine", 1 - comparison.cosine, comparison.turn, "1 - cosine of the logits of an image"),
+        ("cosine", 1 - comparison.cosine, comparison.cosine_limit, "1 - cosine of the logits of an image"),
         ("error", comparison.error, limits.error, "largest difference over the largest logit"),
     )
     return [limit_check(f"{name}.{kind}", value, limit, f"{what}; {source}") for kind, value, limit, what in rows]
