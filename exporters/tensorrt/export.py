@@ -70,12 +70,7 @@ def export(
 
     def write(staged: Path) -> None:
         source = onnx_export.export(
-            model,
-            source_path(staged),
-            options=onnx_options(options),
-            reason=DECOMPOSED,
-            form="float_bias",
-            **about,
+            model, source_path(staged), options=onnx_options(options), reason=DECOMPOSED, form="float_bias", **about
         )
         # The batches at which its outputs are compared with those of the model.
         source = write_sidecar(replace(source, build={"batch": list(options.batch)}))

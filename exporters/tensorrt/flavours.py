@@ -86,11 +86,6 @@ def capability(index: int = 0) -> int | None:
     return 10 * major + minor
 
 
-def flavour_of(data: bytes) -> Flavour | None:
-    """The library that wrote an engine, by its first bytes: a hint, because the header is not documented."""
-    return next((flavour for flavour in FLAVOURS.values() if data.startswith(flavour.magic)), None)
-
-
 def create_log(library: Any) -> Any:
     """A logger that stores `warnings` and `errors` instead of printing them."""
 

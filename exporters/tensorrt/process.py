@@ -25,13 +25,12 @@ EXIT_SECONDS = 10.0  # how long the process may take to end by itself
 # The environment variables that the process inherits: none with tokens or settings of other programs.
 INHERITED = ("PATH", "LD_LIBRARY_PATH", "HOME", "TMPDIR", "TEMP", "SYSTEMROOT", "LANG")
 INHERITED_PREFIXES = ("CUDA_", "NVIDIA_", "VIRTUAL_ENV", "CONDA_")
-ENGINE_HINT = "export it again on this machine, with the installed version of the library"
 MACHINE_HINT = (
     "an engine runs in a process of its own: the GPU needs free memory, and a compute mode that lets several processes "
     "use it (`nvidia-smi -q -d COMPUTE,MEMORY`); `vitcompress doctor` tests the driver"
 )
 KINDS: dict[str, tuple[type[VitcompressError], str]] = {  # of errors in the process
-    "engine": (ArtifactError, ENGINE_HINT),
+    "engine": (ArtifactError, "export it again on this machine, with the installed version of the library"),
     "machine": (DeviceError, MACHINE_HINT),
 }
 

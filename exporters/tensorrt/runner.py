@@ -11,7 +11,6 @@ from vitcompress.errors import ArtifactError, DeviceError
 from vitcompress.exporters.calls import BoundCall
 from vitcompress.exporters.runner import Runner, RunnerOptions, check_batch
 from vitcompress.exporters.sidecar import find_mismatches, read_sidecar, sidecar_path
-from vitcompress.exporters.tensorrt import flavours
 from vitcompress.exporters.tensorrt.flavours import FLAVOURS, HEADER, RTX, Flavour, capability, numbers
 from vitcompress.exporters.tensorrt.process import EngineProcess
 from vitcompress.io import hardware
@@ -118,7 +117,9 @@ def _choose_flavour(path: Path, sidecar: dict[str, Any]) -> Flavour:
     """The library that runs an engine, by its first bytes or else its sidecar, which must agree."""
     with path.open("rb") as file:
         header = file.read(HEADER)
-    writer, recorded = flavours.flavour_of(header), sidecar.get("format")
+    # The first bytes are only a hint, because the header is not documented.
+    writer = next((flavour for flavour in FLAVOURS.values() if header.startswith(flavour.magic)), None)
+    recorded = sidecar.get("format")
     flavour = writer or FLAVOURS.get(str(recorded))
     if len(header) < HEADER or flavour is None:
         raise ArtifactError(f"{path} is not a TensorRT engine: it starts with {header[:8]!r}", hint="export it again")
