@@ -28,15 +28,13 @@ def verify(folder: Path, require_verified: bool, adopt: bool) -> int:
     """
     with show_progress() as progress:
         from vitcompress.cli.output import tables
-        from vitcompress.io.files import lock_file
         from vitcompress.io.manifest import REMEDY
-        from vitcompress.io.run_folder import RunFolder
         from vitcompress.pipeline.folder import claim_run, dense_folder_to_verify
         from vitcompress.pipeline.report import refresh_reports
         from vitcompress.verify.folder import verify_folder
 
         progress.stage(f"Verify {folder}")
-        with claim_run(folder), lock_file(RunFolder(folder).plan, lambda: progress.note("waiting for an export of it")):
+        with claim_run(folder, progress):
             verification = verify_folder(folder, None, dense_folder_to_verify(folder), progress, adopt=adopt)
             refresh_reports([folder], progress)
     print_result({"weights": {"tensors": [], "files": []}, **verification.to_dict()}, tables.print_verification)
@@ -70,9 +68,7 @@ def export(
     with show_progress() as progress:
         from vitcompress.cli.output import tables
         from vitcompress.exporters.options import ExportOptions
-        from vitcompress.io.files import lock_file
         from vitcompress.io.manifest import record_changes
-        from vitcompress.io.run_folder import RunFolder
         from vitcompress.io.validation import options_of
         from vitcompress.pipeline.export_folder import export_folder, sign_artifact, verify_export
         from vitcompress.pipeline.fastest import FASTEST, choose_fastest, options_for
@@ -85,8 +81,7 @@ def export(
         if fastest:
             best, candidates = choose_fastest(folder, format, settings, out=out, dense=dense, progress=progress)
             format, settings = best.format, options_for(settings, best)
-        waits = lambda: progress.note("waiting for another export of this folder")  # noqa: E731
-        with lock_file(RunFolder(folder).plan, waits), claim_run(folder):
+        with claim_run(folder, progress):
             done = export_folder(folder, format or "onnx", options=settings, out=out, dense=dense, progress=progress)
             for left in filter(Path.is_dir, done.path.parent.glob(f".{escape(done.path.name)}{UNFINISHED[1:]}")):
                 rmtree(left)  # by an export of this file that was killed

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import tomllib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -16,9 +16,9 @@ from filelock import FileLock, Timeout
 from vitcompress.errors import ArtifactError, InputError, OutputError, RecipeError
 from vitcompress.exporters.runtimes import exported_files
 from vitcompress.exporters.sidecar import DENSE, usable_sidecar
-from vitcompress.io.files import convert_write_errors, read_json, write_text
+from vitcompress.io.files import convert_write_errors, lock_file, read_json, write_text
 from vitcompress.io.log_file import log_warnings
-from vitcompress.io.progress import Progress
+from vitcompress.io.progress import SILENT, Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.text import describe_differences
 from vitcompress.recipe.load import ANY_STEP, build_recipe, dense_key, load_recipe_of_run, parse_toml
@@ -131,11 +131,17 @@ def claim_folder(folder: Path, progress: Progress | None = None) -> Iterator[Non
         yield
 
 
-def claim_run(folder: Path) -> AbstractContextManager[None]:
-    """Lock `folder` against a run that may be working in it. Nothing is locked without a writable lock file."""
-    lock = RunFolder(RunFolder(folder).state).lock
+@contextmanager
+def claim_run(folder: Path, progress: Progress = SILENT) -> Iterator[None]:
+    """Lock `folder` for an export, a check or measurements of what it contains, after those that other processes began.
+
+    Raises OutputError if a run is working in it; without a writable lock file of a run that is not known.
+    """
+    files, waits = RunFolder(folder), "waiting for another process that works with the files of this folder"
+    lock = RunFolder(files.state).lock
     usable = os.access(lock, os.W_OK) and not (lock.is_symlink() or lock.parent.is_symlink())
-    return claim_folder(lock.parent) if usable else nullcontext()
+    with lock_file(files.plan, lambda: progress.note(waits)), claim_folder(lock.parent) if usable else nullcontext():
+        yield
 
 
 @contextmanager
