@@ -74,7 +74,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     }
     data = {
         "recipe": "digits_hetdpt",
-        "model": {"arch": "x", "input": input_config(model).to_dict(), "classes": list(CLASSES)},
+        "model": {"arch": "x", "input": vars(input_config(model)), "classes": list(CLASSES)},
         "plan": plan,
         "widths": {"title": "Widths", "columns": ["block", "FFN"], "rows": [["blocks.0", "3 of 8"]]},
         "cost": COST,
@@ -408,7 +408,7 @@ def test_the_page_names_every_machine_and_input(measured: tuple[Path, dict[str, 
 
 
 def test_the_cost_of_a_model_fits_the_report() -> None:
-    counted = count_cost(build("plain", dtype=torch.float32), (3, 8, 8)).to_dict()
+    counted = vars(count_cost(build("plain", dtype=torch.float32), (3, 8, 8)))
     rows = run.cost_table({"recipe": "x", "cost": {"dense": counted, "compressed": counted}}).rows
     assert rows[0] == ("parameters", f"{counted['params']:,}", f"{counted['params']:,}", "+0.0 %")
 

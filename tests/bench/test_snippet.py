@@ -25,8 +25,8 @@ CLASSES = ("ant", "bee", "cat", "dog", "eel")
 def test_the_ten_lines_classify_a_jpeg_without_vitcompress(tmp_path: Path) -> None:
     model = build("plain", dtype=torch.float32)
     export(model, tmp_path / "model.onnx", input=input_config(model), classes=CLASSES)
-    about = {"arch": "x", "input": input_config(model).to_dict(), "classes": list(CLASSES)}
-    counted = count_cost(model, (3, 8, 8)).to_dict()
+    about = {"arch": "x", "input": vars(input_config(model)), "classes": list(CLASSES)}
+    counted = vars(count_cost(model, (3, 8, 8)))
     data = {"recipe": "x", "model": about, "cost": {"dense": counted, "compressed": counted}}
     file = {"file": "model.onnx", "sha256": "0", "bytes": 1, "precision": "fp32", "verified": True}
     page = run.markdown({**data, "artifacts": [{**file, "accuracy": None, "speed": None}]})
@@ -80,7 +80,7 @@ def test_the_ten_lines_preprocess_images_like_the_evaluation(
     noise = np.random.default_rng(1).integers(0, 255, (size[1], size[0], 3)).astype(np.uint8)
     Image.fromarray(noise).save(tmp_path / "photo.png")
     file = {"file": "model.onnx", "precision": "fp32"}
-    lines = snippet(input.to_dict(), file, image=str(tmp_path / "photo.png")).splitlines()
+    lines = snippet(vars(input), file, image=str(tmp_path / "photo.png")).splitlines()
     scope: dict[str, object] = {}
     exec("\n".join([*lines[:2], *lines[4:9]]), scope)  # without the session and the printed class
     photo = OnePhoto(tmp_path / "photo.png", "L" if input.size[0] == 1 else "RGB")
@@ -93,5 +93,5 @@ def test_the_ten_lines_preprocess_images_like_the_evaluation(
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_the_lines_name_a_provider_that_computes_in_the_precision(precision: str) -> None:
     """The CPU provider has no kernels for these."""
-    input = InputConfig((3, 8, 8), (0.5,) * 3, (0.5,) * 3, "bicubic", 1.0, "center").to_dict()
+    input = vars(InputConfig((3, 8, 8), (0.5,) * 3, (0.5,) * 3, "bicubic", 1.0, "center"))
     assert 'providers=["CUDAExecutionProvider"]' in snippet(input, {"file": "model.onnx", "precision": precision})
