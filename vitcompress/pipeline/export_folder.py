@@ -144,7 +144,7 @@ def verify_export(
     command = None if inside else _copy_command(folder, exported)
     images, plan = recorded_images(folder, model), read_plan(files.plan)
     unfolded, classes = None if dense else files.unfolded, run_classes(RunFolder(folder), model)
-    original = PlannedOriginal(model, *images, command, True, plan=plan, unfolded=unfolded, classes=classes)
+    original = PlannedOriginal(model, *images, command, trust=True, plan=plan, unfolded=unfolded, classes=classes)
     paths = [file for file in (path, source) if file.is_file()]
     results, tensors = check_files(paths, original, "files checked", progress)
     checks = tuple(chain.from_iterable(results.values()))

@@ -135,7 +135,7 @@ def claim_folder(folder: Path, progress: Progress | None = None) -> Iterator[Non
 def claim_run(folder: Path, progress: Progress = SILENT) -> Iterator[None]:
     """Lock `folder` for an export, a check or measurements of what it contains, after those that other processes began.
 
-    Raises OutputError if a run is working in it; without a writable lock file of a run that is not known.
+    Raises OutputError if a run is working in it. This is only known with a writable lock file of the run.
     """
     files, waits = RunFolder(folder), "waiting for another process that works with the files of this folder"
     lock = RunFolder(files.state).lock
