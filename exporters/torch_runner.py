@@ -1,7 +1,7 @@
 """Run models in torch: a run folder, a timm name, a module in memory."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -86,14 +86,17 @@ class TorchRunner(Runner):
         torch.cuda.current_stream(self._device).wait_stream(side)
         return replay
 
-    def _apply_settings(self) -> AbstractContextManager[Any]:
-        """Set the settings of the process. Returns the context in which attention uses the selected backend."""
+    @contextmanager
+    def _apply_settings(self) -> Iterator[None]:
+        """Compute with the settings of this runner, and without the autocast of the caller."""
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads or 1)
         if self._device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self._precision == "tf32"
         backend = SDPA[self._options.sdpa]
-        return nullcontext() if backend is None else sdpa_kernel(backend)
+        attention = nullcontext() if backend is None else sdpa_kernel(backend)
+        with torch.autocast(self._device.type, enabled=False), attention:
+            yield
 
     def synchronize(self) -> None:
         if self._device.type == "cuda":

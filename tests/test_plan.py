@@ -48,6 +48,12 @@ def test_arguments_must_be_json() -> None:
         Plan("deit_tiny_patch16_224", standard={"arch": "deit_tiny_patch16_224", "args": {"depth": np.int64(3)}})
 
 
+@pytest.mark.parametrize("edits", [{"kept": {"blocks.0.v": (0.5,)}}, {"heads": {"blocks.0.attn": 2.5}}])
+def test_numbers_of_channels_and_heads_must_be_integers(edits: Any) -> None:
+    with pytest.raises(PlanError, match="kept and heads need integers"):
+        Plan("deit_tiny_patch16_224", **edits)
+
+
 def test_numbers_of_numpy_become_those_of_python() -> None:
     counted, plain = (
         Plan("any", kept={"blocks.0.v": (kind(0), kind(1))}, heads={"blocks.0.attn": kind(2)})

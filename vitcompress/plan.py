@@ -78,10 +78,11 @@ class Plan:
         """Convert arguments to what JSON returns (lists, numbers of Python): a plan equals the plan in its file."""
         try:
             arguments, standard = (json.loads(json.dumps(dict(own))) for own in (self.arch_args, self.standard))
+            kept = {space: tuple(map(index, channels)) for space, channels in self.kept.items()}
+            heads = {name: index(count) for name, count in self.heads.items()}
         except (TypeError, ValueError) as error:
-            raise PlanError(f"arch_args and standard must be plain data (JSON): {error}") from None
-        kept = {space: tuple(map(index, channels)) for space, channels in self.kept.items()}
-        heads = {name: index(count) for name, count in self.heads.items()}
+            message = f"kept and heads need integers, arch_args and standard plain data (JSON): {error}"
+            raise PlanError(message) from None
         lists = {key: tuple(getattr(self, key)) for key in LISTS}
         vars(self).update(arch_args=arguments, kept=kept, heads=heads, standard=standard, **lists)
 

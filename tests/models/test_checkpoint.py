@@ -223,8 +223,9 @@ def test_other_windows_are_saved(create: Any, tmp_path: Path) -> None:
     assert torch.equal(logits(load_model(tmp_path / "new"), x), logits(pruned, x))
 
 
-def test_patches_that_timm_drops_while_training_are_not_part_of_a_plan() -> None:
-    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, patch_drop_rate=0.5)
+@pytest.mark.parametrize("arch", ["vit_tiny_patch16_224", "vit_small_patch16_dinov3"])
+def test_patches_that_timm_drops_while_training_are_not_part_of_a_plan(arch: str) -> None:
+    model = timm.create_model(arch, img_size=32, depth=1, patch_drop_rate=0.5)
     assert "patch_drop_rate" not in plan_of(model).arch_args
 
 

@@ -817,6 +817,10 @@ def test_a_folder_belongs_to_one_training(tmp_path: Path) -> None:
             vc.finetune(rejected, batches(), epochs=1, folder=tmp_path)
     with pytest.raises(InputError, match="of another model or call"):
         vc.finetune(network, batches(), epochs=1, amp="bf16", folder=tmp_path)
+    frozen = model()
+    frozen.get_submodule("blocks").requires_grad_(False)  # the weights in the folder are those of another training
+    with pytest.raises(InputError, match="of another model or call"):
+        vc.finetune(frozen, batches(), epochs=1, folder=tmp_path)
     assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
     for same in (model(), network):  # the model before and after the training
         assert vc.finetune(same, batches(), epochs=1, folder=tmp_path) == trained
@@ -944,7 +948,13 @@ def test_a_wrapped_model_is_evaluated_and_counted_but_not_changed_or_saved(wrap:
     wrapped, plan = wrap(model()), vc.plan(model(), "fixed", activation=[0])
     assert vc.evaluate(wrapped, batches()) == vc.evaluate(model(), batches())
     assert vc.count_cost(wrapped) == vc.count_cost(model(), X.shape[1:])
-    assert vc.finetune(model(seed=1), batches(), teacher=wrapped, epochs=1).history
+    for distillation in ("soft", "soft_patch", "features"):
+        results = [
+            vc.finetune(model(seed=1), batches(), teacher=teacher, distillation=distillation, alpha=0.5, epochs=1)
+            for teacher in (wrapped, model())
+        ]
+        losses = [[epoch["loss"] for epoch in result.history] for result in results]
+        assert losses[0] == losses[1]
     for call in (
         lambda: vc.plan(wrapped, "magnitude"),
         lambda: vc.prune(wrapped, plan),
@@ -967,6 +977,82 @@ def test_hooks_do_not_run_while_costs_are_counted() -> None:
     assert vc.plan(network, "isomorphic", criterion="magnitude", target="params", amount=0.004, align=FINE).kept
     network.cpu()(X)
     assert len(outputs) == 2
+
+
+def test_models_are_counted_without_a_copy_of_their_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = model()
+    expected = vc.count_cost(network)
+    monkeypatch.setattr(nn.Parameter, "__deepcopy__", lambda *_: pytest.fail("copied"))
+    assert vc.count_cost(network) == expected and not any(parameter.is_meta for parameter in network.parameters())
+
+
+class Extractor:
+    """Keeps what a block returns, as a user's own object does."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self.kept: list[Tensor] = []
+        network.get_submodule("blocks.1").register_forward_hook(lambda *_: None)
+        network.get_submodule("blocks.1").register_forward_hook(self.keep)
+
+    def keep(self, module: nn.Module, args: Any, out: Tensor) -> None:
+        self.kept.append(out)
+
+
+def test_a_hook_that_keeps_results_with_their_gradients_is_rejected(tmp_path: Path) -> None:
+    network = model()
+    plan, cost, extractor = vc.plan(network, "magnitude", keep_heads=0.5), vc.count_cost(network), Extractor(network)
+    network.cpu()(X)
+    calls = (
+        lambda: vc.plan(network, "isomorphic", batches(), align=FINE),
+        lambda: vc.prune(network, plan),
+        lambda: vc.fold(network),
+        lambda: vc.export(network, tmp_path / "model.onnx"),
+        lambda: vc.evaluate(network, batches()),
+        lambda: vc.bench(network, batch=1, runs=1),
+    )
+    for call in calls:
+        with pytest.raises(InputError, match="cannot be copied") as caught:
+            call()
+        assert "detach" in str(caught.value.hint)
+    assert vc.count_cost(network) == cost and len(extractor.kept) == 1
+
+
+def _parametrize(name: str, leaf: str) -> Callable[[nn.Module], None]:
+    def change(network: nn.Module) -> None:
+        nn.utils.parametrize.register_parametrization(network.get_submodule(name), leaf, nn.Identity())
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (_parametrize("blocks.0.norm1", "weight"), "norm"),
+        (_parametrize("blocks.0.norm1", "bias"), "norm"),
+        (_parametrize("", "pos_embed"), "pos_embed"),
+        (lambda network: l1_unstructured(network.blocks[0].norm1, "weight", 0.5), "norm"),
+        (lambda network: l1_unstructured(network.blocks[0].mlp.fc2, "bias", 0.5), r"blocks\.0\.mlp\.fc2"),
+    ],
+)
+def test_computed_tensors_are_not_sliced(change: Any, name: str) -> None:
+    network = model()
+    plan = vc.plan(network, "isomorphic", batches(), align=FINE, keep_ratio=0.5)
+    assert any("residual" in space for space in plan.kept)
+    change(network)
+    with torch.no_grad():
+        network.cpu()(X)  # the result no longer has a gradient, so that torch copies it
+    with pytest.raises(InputError, match=f"its {name} computes its weight; make it permanent"):
+        vc.prune(network, plan)
+
+
+def test_measurements_do_not_depend_on_autocast_of_the_caller() -> None:
+    network, types = model(), set[torch.dtype]()
+    expected = vc.evaluate(network, batches())
+    network.get_submodule("head").register_forward_hook(lambda module, args, out: types.add(out.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        measured = vc.bench(network, batch=1, protocol="paper", warmup=1, runs=1)
+        assert vc.evaluate(network, batches()) == expected
+    assert measured.rows[0]["precision"] == "fp32" and types == {torch.float32}
 
 
 class Adapted(nn.Linear):
@@ -1037,12 +1123,13 @@ def test_a_model_that_stores_a_result_is_rejected(method: str, tmp_path: Path) -
         lambda: vc.plan(network, method, batches(), **({"activation": [0]} if method == "fixed" else {"align": FINE})),
         lambda: vc.prune(network, plan),
         lambda: vc.fold(network),
-        lambda: vc.save_model(network, tmp_path / "out"),
     ]
     for call in calls:
         with pytest.raises(InputError, match=r"blocks\.1\.attn\.kept was computed") as caught:
             call()
-        assert "kept.detach()" in str(caught.value.hint)
+        assert ".detach()" in str(caught.value.hint)
+    vc.save_model(network, tmp_path / "out")  # copies no module
+    assert torch.equal(vc.load_model(tmp_path / "out")(X), network.cpu().eval()(X))
 
 
 def test_methods_that_train_nothing_leave_the_random_generator_of_torch() -> None:

@@ -184,6 +184,8 @@ def test_hooks_stay_on_modules_that_are_replaced(variant: str) -> None:
         module = model.get_submodule(name)
         module.register_forward_pre_hook(lambda module, args, name=name: calls.append(f"before {name}"))
         module.register_forward_hook(lambda *args, name=name: calls.append(f"after {name}"), with_kwargs=True)
+        module.register_full_backward_pre_hook(lambda *args, name=name: calls.append(f"gradient before {name}"))
+        module.register_full_backward_hook(lambda *args, name=name: calls.append(f"gradient after {name}"))
     prepared = prepare_model(deepcopy(model))
     removed = without_act(sites_of(prepared, "activation")[0])
     plan = replace(contract(variant).plan, kept=kept_channels(prepared, {"v"}), removed=removed)
@@ -194,6 +196,9 @@ def test_hooks_stay_on_modules_that_are_replaced(variant: str) -> None:
     logits(pruned, x)
     before, after = [[f"{when} {name}" for name in names] for when in ("before", "after")]
     assert calls == [before[0], before[1], after[1], before[2], after[2], after[0]]
+    pruned(x).sum().backward()
+    both = [f"gradient {when} {name}" for name in names for when in ("before", "after")]
+    assert sorted(calls[12:]) == sorted(both) and calls[6:12] == calls[:6]
 
 
 def test_attention_that_keeps_its_head_width_stays_timms_own() -> None:

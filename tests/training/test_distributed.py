@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from processes import together
 from torch import Tensor, nn
 
 from vitcompress import cli
 from vitcompress.errors import DeviceError, InputError
 from vitcompress.io.files import read_json
-from vitcompress.io.hardware import check_device
+from vitcompress.io.hardware import check_device, parse_device
 from vitcompress.io.tensors import load_tensors
 from vitcompress.training import distributed
 from vitcompress.training.distributed import Runtime, derived_seed, start
@@ -106,6 +107,27 @@ def test_a_single_process_is_a_world_of_one() -> None:
     assert runtime.wrap(module) is module and runtime.broadcast([1]) == [1]
     assert runtime.all_sum(torch.ones(2)).dtype == torch.float64
     runtime.barrier()
+
+
+def test_a_group_that_the_caller_joined_without_variables_is_used(tmp_path: Path) -> None:
+    """As in processes of torch.multiprocessing."""
+
+    def work(rank: int) -> None:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
+        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=rank, world_size=2)
+        runtime = start("cpu")
+        assert (runtime.rank, runtime.world_size, runtime.joined) == (rank, 2, False)
+        assert runtime.all_sum(torch.tensor(float(rank + 1))) == 3
+        torch.distributed.destroy_process_group()
+
+    assert together(work) == [0, 0]
+
+
+def test_cuda_without_a_number_is_the_gpu_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (parse_device("cuda"), parse_device("cuda:2")) == (("cuda", 0), ("cuda", 2))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert (parse_device("cuda"), parse_device("cuda:0")) == (("cuda", 1), ("cuda", 0))
 
 
 def test_a_batch_is_shared_equally_or_not_at_all() -> None:

@@ -293,7 +293,9 @@ def norm_problem(norm: nn.Module) -> str | None:
         return None
     if not isinstance(norm, nn.LayerNorm) or isinstance(norm, LayerNorm2d):  # LayerNorm2d normalizes dimension 1
         return f"its norm is of type {type(norm).__name__}"
-    return None if norm.elementwise_affine else "its LayerNorm has no weights"
+    if not norm.elementwise_affine:
+        return "its LayerNorm has no weights"
+    return None if {"weight", "bias"} <= norm._parameters.keys() else f"its norm {COMPUTED}"
 
 
 def pool_problem(pool: Any, width: int) -> str | None:

@@ -33,10 +33,11 @@ class Wiring:
 
 
 def move_hooks(old: nn.Module, new: nn.Module) -> nn.Module:
-    """Register the forward hooks of a user on `new`, which replaces `old`, and return it."""
+    """Register the forward and backward hooks of a user on `new`, which replaces `old`, and return it."""
     for name, hooks in vars(old).items():
-        if name.startswith("_forward_"):
+        if name.startswith(("_forward_", "_backward_")):
             vars(new)[name].update(hooks)
+    vars(new)["_is_full_backward_hook"] = old._is_full_backward_hook
     return new
 
 

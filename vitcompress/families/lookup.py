@@ -2,6 +2,7 @@
 
 import contextlib
 from copy import deepcopy
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -41,18 +42,20 @@ def unwrap(model: nn.Module) -> nn.Module:
     return next((part for name, part in model.named_children() if name in ("_orig_mod", "module")), model)
 
 
-def copy_model(model: nn.Module) -> nn.Module:
-    """A deep copy. Raises UnsupportedModelError as `check_stored`."""
-    check_stored(model)
-    return deepcopy(model)
+def copy_model(model: nn.Module, copied: dict[int, Any] | None = None) -> nn.Module:
+    """A deep copy, with the objects of bound hooks. copied: copies that exist already, by `id`, as of `deepcopy`.
 
-
-def check_stored(model: nn.Module) -> None:
-    """Raise UnsupportedModelError for a stored result, such as a computed weight, which torch cannot copy."""
-    for name, module in unwrap(model).named_modules():
-        for key in (key for key, v in vars(module).items() if isinstance(v, Tensor) and not v.is_leaf):
-            hint = f"store {key}.detach(), or make a computed weight permanent, as with torch.nn.utils.prune.remove"
-            raise UnsupportedModelError(f"this model cannot be copied: {name}.{key} was computed", hint=hint)
+    Raises UnsupportedModelError for a stored result, such as a computed weight, which torch cannot copy.
+    """
+    try:
+        return deepcopy(model, copied)
+    except RuntimeError as error:
+        if "deepcopy" not in str(error):  # such as no memory
+            raise
+        values = ((f"{n}.{key}".lstrip("."), v) for n, m in unwrap(model).named_modules() for key, v in vars(m).items())
+        what = next((name for name, v in values if isinstance(v, Tensor) and not v.is_leaf), "a result that it stores")
+        hint = "store result.detach(), or make a computed weight permanent, as with torch.nn.utils.prune.remove"
+        raise UnsupportedModelError(f"this model cannot be copied: {what} was computed", hint=hint) from error
 
 
 def reject_wrapper(model: nn.Module) -> None:

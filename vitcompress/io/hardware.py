@@ -1,5 +1,6 @@
 """The processor, CUDA devices that torch can use, and versions of installed packages."""
 
+import os
 import platform
 from collections.abc import Iterable
 from contextlib import suppress
@@ -66,23 +67,23 @@ def _cpuinfo() -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
-def parse_device(device: str, number: int = 0) -> tuple[str, int]:
-    """`cuda:1` -> ("cuda", 1). number: of the GPU if `device` states none. Raises DeviceError for unknown devices."""
+def parse_device(device: str) -> tuple[str, int]:
+    """`cuda:1` -> ("cuda", 1); `cuda` is the GPU of this process under torchrun, else 0. Raises DeviceError."""
     kind, colon, index = device.partition(":")
     if kind not in ("cpu", "cuda", "mps") or (colon and not (kind == "cuda" and index.isdecimal())):
         raise DeviceError(f"device {device!r} is unknown", hint="use cpu, cuda, cuda:N or mps; in a recipe also auto")
-    return kind, int(index or number)
+    return kind, int(index or os.environ.get("LOCAL_RANK", "0"))
 
 
-def check_device(name: str | torch.device, amp: str = "none", local_rank: int = 0) -> torch.device:
+def check_device(name: str | torch.device, amp: str = "none") -> torch.device:
     """The device `name`; `auto` is CUDA, else MPS, else CPU. amp: a precision that it must support.
 
-    local_rank: number of the CUDA device, if `name` states none. Raises DeviceError if this machine lacks it.
+    Raises DeviceError if this machine lacks it.
     """
     name = str(name).removesuffix(":0") if isinstance(name, torch.device) and name.type != "cuda" else str(name)
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    kind, number = parse_device(name, local_rank)
+    kind, number = parse_device(name)
     if kind == "mps" and not torch.backends.mps.is_available():
         raise DeviceError("device 'mps' is requested, but this machine has no Apple GPU", hint="use --device cpu")
     if kind != "cuda":

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from vitcompress.errors import ArtifactError, InputError, PlanError, VitcompressError
 from vitcompress.families import Family, family_of, prepare_model
+from vitcompress.families.lookup import copy_model
 from vitcompress.io.files import file_sha256, find_changed_files, read_json, read_record, user_path, write_json
 from vitcompress.io.hardware import check_device
 from vitcompress.io.progress import SILENT, Progress
@@ -313,6 +314,7 @@ def context_for(
         UnsupportedModelError: no family covers the model.
     """
     check_weights(model, one_type=data is not None)
+    copy_model(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})  # as methods do
     context = Context(
         family=family_of(model),
         plan=plan or plan_of(model),

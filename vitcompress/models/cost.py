@@ -1,5 +1,6 @@
 """Parameters and multiply-accumulates of a model, counted by torch on the meta device."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -68,11 +69,12 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
     Its parameters require no gradients: under `torch.no_grad` a view of a parameter, such as a pool's expanded latent,
     still does, but has no gradient function, which torch's ModuleTracker expects of a module's input.
     """
-    shapes = copy_model(unwrap(model)).to("meta").eval().requires_grad_(False)
-    for module in shapes.modules():
-        module._forward_hooks.clear()
-        module._forward_pre_hooks.clear()
-    return shapes
+    model = unwrap(model)
+    copied: dict[int, Any] = {id(buffer): buffer.detach().to("meta") for buffer in model.buffers()}
+    for parameter in model.parameters():
+        copied[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+    hooks = (hooks for module in model.modules() for hooks in (module._forward_hooks, module._forward_pre_hooks))
+    return copy_model(model, copied | {id(one): OrderedDict() for one in hooks}).eval()
 
 
 def _cost(module: nn.Module, flops: Mapping[Any, int]) -> Cost:

@@ -15,13 +15,13 @@ import timm
 import torch
 from annotated_types import Ge, Gt, Le, Len
 from timm.data import resolve_model_data_config
-from timm.layers import DropPath, PatchDropout
+from timm.layers import DropPath, PatchDropout, PatchDropoutWithIndices
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from vitcompress.errors import DataError, InputError, WeightsError, did_you_mean, first_line
 from vitcompress.families import Family, family_of, prepare_model, reject_wrapper, unwrap
-from vitcompress.families.lookup import check_stored, copy_model
+from vitcompress.families.lookup import copy_model
 from vitcompress.io.plugins import load_all
 from vitcompress.io.tensors import LIBRARY_ERRORS, check_finite
 from vitcompress.io.text import format_shape
@@ -41,6 +41,7 @@ Size = tuple[int | range | None, ...]  # channels, height and width of images: a
 CHANGE = "change the argument in model.args, as in --set model.args.NAME=VALUE"
 UNDO = "undo the change, which loading would not repeat; see also `reset_classifier`"
 MOST_PARAMETERS = 2**36  # ten times as many as the largest model of timm
+DROPS = (nn.Identity, nn.Dropout, DropPath, PatchDropout, PatchDropoutWithIndices)
 # Attributes of modules that change no output in eval mode.
 NO_EFFECT = re.compile("drop|^(training|grad_checkpointing|fused_attn|scale_by_keep|p|inplace)$")
 UNKNOWN = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
@@ -160,7 +161,6 @@ def plan_of(model: nn.Module) -> Plan:
     `reset_classifier`, not timm's, or not finite.
     """
     reject_wrapper(model)
-    check_stored(model)
     check_finite(dict(model.named_parameters()), f"this {type(model).__name__}")
     if isinstance(plan := getattr(model, "plan", None), Plan):
         return plan
@@ -226,8 +226,8 @@ def find_difference(model: nn.Module, other: nn.Module) -> str:
 
 def _structure(model: nn.Module) -> dict[str, str]:
     """Types and settings of modules, but of those that only drop values while training, and shapes of all tensors."""
-    named, drops = model.named_modules(remove_duplicate=False), (nn.Identity, DropPath, PatchDropout, nn.Dropout)
-    types = {n: "" if isinstance(m, drops) else f"{getattr(m, 'replaces', type(m))} {m.extra_repr()}" for n, m in named}
+    named = model.named_modules(remove_duplicate=False)
+    types = {n: "" if isinstance(m, DROPS) else f"{getattr(m, 'replaces', type(m))} {m.extra_repr()}" for n, m in named}
     return types | {name: str(tuple(tensor.shape)) for name, tensor in model.state_dict().items()}
 
 

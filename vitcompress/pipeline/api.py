@@ -26,7 +26,7 @@ from vitcompress.exporters.base import Exporter
 from vitcompress.exporters.options import ExportOptions, Positive
 from vitcompress.exporters.runner import RunnerOptions
 from vitcompress.exporters.runtimes import EXPORTERS, available_exporter
-from vitcompress.families.lookup import copy_model, prepare_model, reject_wrapper
+from vitcompress.families.lookup import copy_model, prepare_model, reject_wrapper, unwrap
 from vitcompress.io.checks import Verification
 from vitcompress.io.files import convert_write_errors, read_record, user_path, write_json
 from vitcompress.io.progress import SILENT, Progress
@@ -47,7 +47,7 @@ from vitcompress.training import distributed
 from vitcompress.training.datasets import as_images
 from vitcompress.training.loaders import BatchLoader, EvalLoader, open_source
 from vitcompress.training.loop import check_options, train
-from vitcompress.training.losses import check_outputs
+from vitcompress.training.losses import FEATURES, check_outputs
 from vitcompress.training.metrics import Accuracy, random_images
 from vitcompress.training.metrics import evaluate as evaluate_loader
 from vitcompress.training.options import Seed, TrainOptions, TrainResult, Workers
@@ -149,6 +149,8 @@ def plan(
 def prune(model: nn.Module, plan: Plan) -> nn.Module:
     """Apply `plan` to a copy of `model`, whose attribute `plan` then describes the result.
 
+    Hooks are copied, too, with the objects that their methods belong to.
+
     model: of `create_model`, `load_model`, `prune` or `timm.create_model`. plan: what to remove next. Channels are
     numbered as in `model`, sites and spaces have their dense names.
 
@@ -182,13 +184,15 @@ def finetune(  # noqa: PLR0913 (each argument is public and has a default)
 
     It seeds the random generators of Python, NumPy and torch, as `plan` does with methods that train. The rate of
     stochastic depth is that of the options, not of the model. The teacher moves to the device, and stays in eval mode.
+    Under torchrun all processes must call it, with the same map-style data set.
 
     Args:
         train_data: a map-style data set of (image, class) pairs (PIL images, for `augmentation`, or normalized
             tensors), or an iterable with a length of (images, labels) batches.
         val_data: evaluated after epochs, of the same kinds.
         teacher: model for distillation; `distillation="soft"` is then the default.
-        folder: of the training state, so that a stopped training of this model continues; None: a temporary folder.
+        folder: of the training state: the same call continues a stopped training, or repeats a complete one. None: a
+            temporary folder.
         options: fields of `TrainOptions`, such as `epochs`, `batch_size`, `lr`, `distillation`.
 
     Raises:
@@ -217,7 +221,10 @@ def finetune(  # noqa: PLR0913 (each argument is public and has a default)
         source = open_source(train_data, runtime, model)
         call: dict[str, Any] = {"structure": tensors_digest((), str(getattr(model, "plan", model))), "amp": amp}
         call["val_data"] = heldout and [len(heldout), getattr(heldout, "digest", "")]
+        call["frozen"] = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         with _recorded(state / "model.json", call, model, "training"):
+            if teacher is not None and settings.distillation in FEATURES:  # wrappers return logits only
+                teacher = unwrap(teacher)
             return train(model, source, heldout, settings, at, TrainingControls(teacher=teacher))
 
 
@@ -277,7 +284,7 @@ def export(
         format: `onnx`, `openvino`, `trt`, `trt-rtx`, or one of another package; needed if the suffix is ambiguous.
         data: images for the range scan of half precision, for `islands=("auto",)` and for the ranges of int8 and fp8
             (of the training data); None: random images, which int8 and fp8 reject.
-        class_names: stored in the metadata; beside a saved model those that were given to `save_model`.
+        class_names: stored in the metadata. Beside a saved model, pass those of `save_model`: `verify` compares them.
         options: fields of `ExportOptions`, such as `precision`, `batch`, `uint8`.
 
     Raises:
@@ -327,7 +334,9 @@ def verify(folder: str | Path, *, progress: Progress | None = None) -> Verificat
 def evaluate(
     model: Artifact, data: Any, *, batch_size: Positive = 256, device: str | torch.device = "auto", workers: Workers = 0
 ) -> Accuracy:
-    """Top-1 and top-5 accuracy with counts, of a model or of an exported file.
+    """Top-1 and top-5 accuracy with counts, of a model (in float32) or of an exported file.
+
+    Under torchrun all processes must call it, with the same map-style data set.
 
     data: a map-style data set of (image, class) pairs, or an iterable of (images, labels) batches. If it has `classes`,
         as those of torchvision, they are compared with the names in a file.

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitcompress.errors import UnsupportedModelError
 from vitcompress.families import Family, Space
+from vitcompress.families.base import COMPUTED
 from vitcompress.families.edited_block import SITE_PARTS, EditedBlock, move_hooks
 from vitcompress.families.gated_ffn import ungate
 from vitcompress.plan import Plan
@@ -97,6 +99,8 @@ def slice_channels(model: nn.Module, family: Family, plan: Plan) -> None:
     for name, by_dim in segments.items():  # one after the other: a large model is never in memory twice
         path, _, leaf = name.rpartition(".")
         owner = model.get_submodule(path)
+        if leaf not in (*owner._parameters, *owner._buffers):
+            raise UnsupportedModelError(f"this model cannot be pruned: its {path or leaf} {COMPUTED}")
         before = getattr(owner, leaf)
         after = select_positions(before.detach(), by_dim).contiguous()
         is_parameter = isinstance(before, nn.Parameter)

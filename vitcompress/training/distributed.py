@@ -100,9 +100,11 @@ def start(device: str | torch.device = "auto", amp: Amp = "none", workers: int =
 
     device: of `check_device`. Raises DeviceError if this machine lacks device or precision, or not all processes join.
     """
-    chosen = check_device(device, amp, int(os.environ.get("LOCAL_RANK", "0")))
+    chosen = check_device(device, amp)
     rank, world_size = (int(os.environ.get(*one)) for one in (("RANK", "0"), ("WORLD_SIZE", "1")))
-    if joined := world_size > 1 and not distributed.is_initialized():
+    if distributed.is_initialized():
+        rank, world_size, joined = distributed.get_rank(), distributed.get_world_size(), False
+    elif joined := world_size > 1:
         try:
             store = _TORCH.PrefixStore(str(next(_GROUPS)), _store())  # without addresses of earlier groups
             backend = "nccl" if chosen.type == "cuda" else "gloo"
