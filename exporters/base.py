@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol, Required, TypedDict, Unpack, runtime_checkable
+from typing import Any, Required, TypedDict
 
 import numpy as np
 from torch import nn
@@ -18,7 +18,6 @@ from vitcompress.exporters.sidecar import FORMAT, sidecar_path
 from vitcompress.families import family_of
 from vitcompress.io.files import changing, convert_write_errors, file_sha256, write_file, write_json
 from vitcompress.io.hardware import package_versions
-from vitcompress.io.progress import SILENT, Progress
 from vitcompress.io.text import describe_value
 from vitcompress.models.create import InputConfig
 
@@ -107,25 +106,12 @@ class Contents:
     lists: tuple[str, ...] = ()
 
 
-@runtime_checkable
-class Export(Protocol):
-    """Write `model` to `path` and its sidecar beside it. A failed or interrupted export leaves nothing behind."""
-
-    def __call__(
-        self,
-        model: nn.Module,
-        path: Path,
-        *,
-        options: ExportOptions | None = None,
-        progress: Progress = SILENT,
-        **about: Unpack[ModelInfo],
-    ) -> Exported: ...
-
-
 @dataclass(frozen=True)
 class Exporter:
     """One target format: how its files are written, run and verified.
 
+    export(model, path, *, options, progress, **about): writes the file and its sidecar beside it. A failed or
+        interrupted export leaves nothing behind. about: the fields of `ModelInfo`.
     suffix: of the files, such as `.rtx.engine`. Its last part, `file_suffix`, selects the runner of a file.
     runner: opens a file of the format as a `Runner`.
     uses: names of the `ExportOptions` that the format supports.
@@ -140,7 +126,7 @@ class Exporter:
 
     name: str
     suffix: str
-    export: Export
+    export: Callable[..., Exported]
     runner: Callable[[Path, RunnerOptions], Runner]
     uses: frozenset[str]
     check_options: Callable[[ExportOptions], None]

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from vitcompress.errors import CheckFailedError, PrecisionError
-from vitcompress.exporters.base import Export, Exporter, ModelInfo
+from vitcompress.exporters.base import Exported, Exporter, ModelInfo
 from vitcompress.exporters.doctor import onnx_problem
 from vitcompress.exporters.onnx.export import ONNX, export
 from vitcompress.exporters.options import ExportOptions
@@ -88,7 +88,7 @@ class LayerSearch:
 
 def best_evaluator(exporter: Exporter, original: Original, options: ExportOptions, about: ModelInfo) -> Evaluator:
     """The best evaluator on this machine for the files that `exporter` writes with `options`."""
-    write: Export
+    write: Callable[..., Exported]
     compare: Callable[[Path, Original], list[Check]]
     if _runs_on_gpu(exporter, options):
         title, proxy, suffix = f"{exporter.name} on {GPU}", False, exporter.suffix
