@@ -77,8 +77,7 @@ class Bench:
 
     def to_dict(self) -> records.BenchRecord:
         fields = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
-        only = {"ratio": self.ratios[0]} if len(self.ratios) == 1 else {}
-        return cast(records.BenchRecord, {"bench_format": FORMAT, **fields, **only, "passed": not self.too_slow})
+        return cast(records.BenchRecord, {"bench_format": FORMAT, **fields, "passed": not self.too_slow})
 
     def failure(self) -> str | None:
         """A line for each ratio below `fail_under`; None if none is."""

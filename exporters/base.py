@@ -110,8 +110,7 @@ class Contents:
 class Exporter:
     """One target format: how its files are written, run and verified.
 
-    export(model, path, *, options, progress, **about): writes the file and its sidecar beside it. A failed or
-        interrupted export leaves nothing behind. about: the fields of `ModelInfo`.
+    export(model, path, *, options, progress, **ModelInfo): writes the file and its sidecar, or leaves nothing behind.
     suffix: of the files, such as `.rtx.engine`. Its last part, `file_suffix`, selects the runner of a file.
     runner: opens a file of the format as a `Runner`.
     uses: names of the `ExportOptions` that the format supports.

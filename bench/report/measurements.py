@@ -67,15 +67,13 @@ def _match_entry(
         renamed[artifact] = min(equal, key=lambda name: (name != artifact, Path(artifact).name not in Path(name).parts))
     artifacts = sorted({row["artifact"] for row in entry["rows"]}, key=len, reverse=True)
     named_in = re.compile(rf"(?<![\w./-])({'|'.join(map(re.escape, artifacts))})(?!\.?[\w/-])")
-    result: dict[str, Any] = {key: value for key, value in entry.items() if key != "ratio"}
+    result: dict[str, Any] = {**entry}
     for key in ("warnings", "notes", "disturbed"):
         lines = [line for line in result.get(key, ()) if renamed.keys() >= set(named_in.findall(line))]
         result[key] = [named_in.sub(lambda match: renamed[match[1]], line) for line in lines]
     result["rows"] = [{**row, "artifact": renamed[row["artifact"]]} for row in rows]
     ratios = [ratio for ratio in entry.get("ratios", ()) if {ratio["a"], ratio["b"]} <= renamed.keys()]
     result["ratios"] = [{**ratio, "a": renamed[ratio["a"]], "b": renamed[ratio["b"]]} for ratio in ratios]
-    if len(result["ratios"]) == 1:
-        result["ratio"] = result["ratios"][0]
     return cast(records.BenchRecord, result)
 
 

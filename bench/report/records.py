@@ -195,13 +195,12 @@ class MachineRecord(TypedDict):
 
 
 class BenchRecord(TypedDict):
-    """One interleaved measurement. ratio: the only element of `ratios`, with two artifacts at one batch size."""
+    """One interleaved measurement. ratios: of each later artifact over the first, at each batch size."""
 
     bench_format: int
     rows: Sequence[BenchRow]
     ratios: Sequence[RatioRecord]
     machine: MachineRecord
-    ratio: NotRequired[RatioRecord]
     warnings: Sequence[str]
     notes: Sequence[str]
     disturbed: Sequence[str]

@@ -199,6 +199,16 @@ def test_no_word_is_split(width: int, listed: bool, wrap: bool, monkeypatch: pyt
     assert ("┃" not in drawn) == listed and drawn.count("Speed") == 1
 
 
+def test_no_column_of_a_narrow_table_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of the stages of a dry run: the names in the first column are words, the other titles are long."""
+    stdout = Terminal()
+    monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setenv("COLUMNS", "40")
+    rows = (("isomorphic", "3", "96"), ("finetune", "1", "32"))
+    print_table(Table("Stages", ("stage", "epochs per round", "images per epoch"), rows))
+    assert {"isomorphic", "finetune", "96", "32"} <= set(stdout.getvalue().split())
+
+
 EXPORT: dict[str, Any] = {
     "folder": "run",
     "path": "model.onnx",

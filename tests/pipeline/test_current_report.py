@@ -214,10 +214,10 @@ def test_speeds_without_their_files_are_dropped() -> None:
     other = {"artifact": "/x/run", "sha256": "2"}
     warnings = ["/x/run/model.onnx, batch 2: noisy", "/x/run, batch 2: noisy", "all: busy"]
     ratio = {"a": row["artifact"], "b": other["artifact"]}
-    entry: Any = {"rows": [row, other], "ratios": [ratio], "ratio": ratio, "warnings": warnings}
+    entry: Any = {"rows": [row, other], "ratios": [ratio], "warnings": warnings}
     entry |= {"notes": [], "disturbed": []}
     (own,) = match_rows([entry], {"1": ["copy.onnx", "model.onnx"]})
-    assert (own["rows"], own["ratios"], "ratio" in own) == ([{**row, "artifact": "model.onnx"}], [], False)
+    assert (own["rows"], own["ratios"]) == ([{**row, "artifact": "model.onnx"}], [])
     assert own["warnings"] == ["model.onnx, batch 2: noisy", "all: busy"]
     assert match_rows([own], {"1": ["copy.onnx", "model.onnx"]}) == [own]
     assert match_rows([entry], {"3": ["model.onnx"]}) == []

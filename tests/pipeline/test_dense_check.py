@@ -148,7 +148,7 @@ def test_a_finished_run_is_checked_too() -> None:
     before = tree(Path("run"))
     assert "expected 99 %" in run("--expect", "99", "--out", "run", code=1)["error"]
     assert (
-        "correct them; a stopped run starts over with --fresh"
+        "correct them, and add --fresh if the run folder exists"
         in check("--expect", "99", "--out", "run", code=1)["failed"]
     )
     assert check("--expect", "1", "--out", "run")["failed"] is None

@@ -216,6 +216,13 @@ def test_a_dry_run_lists_everything_that_is_missing(tmp_path: Path) -> None:
     assert tree(tmp_path) == before
 
 
+def test_the_order_of_formats_makes_no_other_recipe(tmp_path: Path) -> None:
+    recipe = world.recipe(tmp_path)
+    one, other = (apply_options(recipe, RunOptions(export=formats)) for formats in (("trt", "onnx"), ("onnx",) * 2))
+    assert (one.export.formats, other.export.formats) == (("onnx", "trt"), ("onnx",))
+    assert one == apply_options(recipe, RunOptions(export=("onnx", "trt", "onnx")))
+
+
 def test_images_from_python_replace_those_of_the_recipe(tmp_path: Path) -> None:
     """They are recorded, so that the run continues with them, and with no others."""
     digits_data = replace(open_data(DataOptions(), 0), name="mine")

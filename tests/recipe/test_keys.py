@@ -13,10 +13,11 @@ from command_line import begin, expect_error
 from packages import write_package
 
 from vitcompress import cli, recipes
+from vitcompress.errors import RecipeError
 from vitcompress.methods.table import METHODS, find_method
 from vitcompress.plan import is_within
 from vitcompress.recipe.keys import keys_of, recipe_schema
-from vitcompress.recipe.load import load_recipe
+from vitcompress.recipe.load import build_recipe, load_recipe
 
 RECIPES = ("digits_hetdpt", "digits_hetdpt_plus", "digits_sero", "digits_up")
 
@@ -96,6 +97,18 @@ def test_the_command_and_the_hint_at_an_unknown_key(tmp_path: Path, monkeypatch:
     assert done.exit_code == 0 and not done.stdout and "fold has no options" in done.stderr and "--all" in done.stderr
     message = expect_error("recipe", "small.toml", "--set", "step.0.prunedlayers=3")
     assert "unknown key" in message and "`vitcompress recipes keys random --all`" in message
+
+
+def test_all_mistakes_in_steps_are_listed_with_a_command_that_works() -> None:
+    steps = [{"method": "isomorphik"}, 3, {"method": "random", "pruned_layers": 1}, {"method": "nose", "foo": 1}]
+    with pytest.raises(RecipeError) as error:
+        build_recipe("mine.toml", {"model": {"name": "vit_tiny_patch16_224"}, "step": steps})
+    text = str(error.value)
+    assert all(part in text for part in ("step.0.method", "step.1.method", "step.3.foo"))
+    assert "`vitcompress recipes keys nose --all`" in str(error.value.hint)
+    with pytest.raises(RecipeError) as error:
+        build_recipe("mine.toml", {"model": {"name": "vit_tiny_patch16_224"}, "step": 3, "foo": 1})
+    assert "at least one [[step]]" in str(error.value) and "recipes keys NAME" in str(error.value.hint)
     assert "keys" not in expect_error("recipe", "small.toml", "--set", "finetune.epochs=-1")
     assert "no recipe" in expect_error("recipes", "keys", "nosuch")
 

@@ -145,9 +145,9 @@ def remove(*names: str) -> Callable[[Path], None]:
     return change
 
 
-def empty(name: str) -> Callable[[Path], None]:
+def empty(*names: str) -> Callable[[Path], None]:
     def change(root: Path) -> None:
-        for file in (root / name).iterdir():
+        for file in (file for name in names for file in (root / name).iterdir()):
             file.unlink()
 
     return change
@@ -163,6 +163,7 @@ def empty(name: str) -> Callable[[Path], None]:
         (remove("train/a"), "1 class"),
         (empty("train/b"), "class folders without images: b"),
         (empty("val/a"), "class folders without images: a"),
+        (empty("train/b", "val/a"), r"train has class folders without images: b; .*val has class folders"),
         (break_one, r"1 image cannot be read: .*1\.png"),
         (truncate_one, r"1 image cannot be read: .*0\.png"),
         (deepen_one, r"0\.png .*more than 8 bits \(mode I(;16)?\)"),

@@ -58,7 +58,7 @@ class Commands(click.Group):
 
 @contextlib.contextmanager
 def abort_on_interrupts() -> Iterator[None]:
-    """Raise click.Abort at the end if Ctrl-C was pressed, and repeat the exception while nothing handles it.
+    """After Ctrl-C, raise KeyboardInterrupt again and again until code handles it, and click.Abort at the end.
 
     Python ignores exceptions in finalizers, and libraries ignore some of them. Code that cleans up is not disturbed.
     """

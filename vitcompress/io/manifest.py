@@ -20,7 +20,7 @@ FORMAT = 1
 PACKAGES = ("vitcompress", "torch", "timm", "onnx", "onnxruntime", "onnxruntime-gpu")
 AMENDED = {".json", ".md", ".html"}  # suffixes of files that commands read and write back; others they replace
 REMEDY = (
-    "restore it from a copy; to accept the folder as it is, remove manifest.json, if it is there, and run "
+    "restore it from a copy; or accept the folder as it is: move manifest.json away, if it is there, and run "
     "`vitcompress verify DIR --adopt`, which checks everything else"
 )
 

@@ -4,7 +4,7 @@ import inspect
 import json
 import re
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from functools import cache, wraps
 from numbers import Integral
@@ -167,13 +167,13 @@ def _parts(item: Any, data: Any) -> list[str]:
     return parts
 
 
-def keys_hint(problems: Iterable[str], steps: Any) -> str | None:
+def keys_hint(problems: Sequence[str], steps: Sequence[Any]) -> str | None:
     """The command that lists all keys, if a key is unknown. steps: of the recipe, not validated yet."""
-    unknown = [problem for problem in problems if UNKNOWN_KEY in problem]
-    named = [step.get("method") for step in steps if isinstance(step, dict)] if isinstance(steps, list) else []
-    own = [name for n, name in enumerate(named) if any(text.startswith(f"step.{n}.") for text in unknown)]
-    method = next(filter(None, [*own, *named]), "NAME")
-    return f"`vitcompress recipes keys {method} --all` lists all keys" if unknown else None
+    about = {n: [text for text in problems if text.startswith(f"step.{n}.")] for n in range(len(steps))}
+    usable = [n for n, texts in about.items() if not any(text.startswith(f"step.{n}.method ") for text in texts)]
+    own = [n for n in usable if any(UNKNOWN_KEY in text for text in about[n])]
+    method = next((steps[n]["method"] for n in [*own, *usable]), "NAME")
+    return f"`vitcompress recipes keys {method} --all` lists all keys" if UNKNOWN_KEY in str(problems) else None
 
 
 def _describe(item: Any, root: type[BaseModel]) -> str:

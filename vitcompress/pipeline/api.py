@@ -336,10 +336,9 @@ def evaluate(
 ) -> Accuracy:
     """Top-1 and top-5 accuracy with counts, of a model (in float32) or of an exported file.
 
-    Under torchrun all processes must call it, with the same map-style data set.
-
     data: a map-style data set of (image, class) pairs, or an iterable of (images, labels) batches. If it has `classes`,
-        as those of torchvision, they are compared with the names in a file.
+        as those of torchvision, they are compared with the names in a file. Under torchrun all processes must call
+        `evaluate`, with the same map-style data set.
 
     Example:
         >>> import torch, vitcompress as vc

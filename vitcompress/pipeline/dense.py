@@ -146,5 +146,5 @@ def examine_dense(job: Job, accuracy: Accuracy) -> tuple[list[str], CheckFailedE
         return notes, None
     arguments = (f"{key} {value}" for key, value in job.base.arch_args.items() if not isinstance(value, dict))
     causes = f"the preprocessing ({scale}), the order of the classes ({classes}), or the arguments of the model"
-    hint = f"likely causes: {causes} ({', '.join(arguments)}); correct them; a stopped run starts over with --fresh"
+    hint = f"likely causes: {causes} ({', '.join(arguments)}); correct them, and add --fresh if the run folder exists"
     return notes, CheckFailedError(f"the dense model is worse than expected: {top1}, expected {expect:g} %", hint=hint)

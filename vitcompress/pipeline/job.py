@@ -76,6 +76,7 @@ def apply_options(recipe: Recipe, options: RunOptions, data: Splits | None = Non
     weights = "random" if options.structure_only and recipe.model.weights == "train" else recipe.model.weights
     class_names = options.classes or recipe.model.class_names
     teacher, teacher_weights = recipe.finetune.teacher, recipe.finetune.teacher_weights
+    formats = recipe.export.formats if options.export is None else options.export
     if teacher and ("/" in teacher or user_path(teacher).is_dir()):  # no name of timm
         teacher = _absolute(teacher)
     return replace(
@@ -84,7 +85,7 @@ def apply_options(recipe: Recipe, options: RunOptions, data: Splits | None = Non
         model=replace(recipe.model, weights=_absolute(weights), class_names=_absolute(class_names)),
         dense=recipe.dense if weights == "train" else None,
         finetune=replace(recipe.finetune, teacher=teacher, teacher_weights=_absolute(teacher_weights)),
-        export=recipe.export if options.export is None else replace(recipe.export, formats=options.export),
+        export=replace(recipe.export, formats=tuple(sorted({*formats}))),  # one recipe, whatever their order
         run=replace(recipe.run, device=options.device) if options.device else recipe.run,
     )
 

@@ -76,7 +76,7 @@ def build_recipe(source: str, data: dict[str, object], sets: Sequence[str] = ())
     problems += _contradictions(recipe) if recipe else []
     problems += _ineffective(sets, recipe) if recipe and not problems else []
     if problems or recipe is None:
-        raise RecipeError(source, problems, hint=keys_hint(problems, raw_steps))
+        raise RecipeError(source, problems, hint=keys_hint(problems, raw_steps if isinstance(raw_steps, list) else []))
     return recipe
 
 
@@ -89,9 +89,7 @@ def dense_settings(recipe: Recipe) -> dict[str, Any]:
 
 def dense_key(recipe: Recipe) -> str:
     """Hash (12 hex digits) of `dense_settings`: equal keys share the model."""
-    parts = dense_settings(recipe)
-    parts |= parts.pop("run")  # flat, as in the hashes of earlier versions
-    return hashlib.sha256(json.dumps(plain_data(parts), sort_keys=True).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps(plain_data(dense_settings(recipe)), sort_keys=True).encode()).hexdigest()[:12]
 
 
 def read_table(what: str, source: str) -> tuple[str, dict[str, Any]]:
@@ -117,14 +115,15 @@ def read_table(what: str, source: str) -> tuple[str, dict[str, Any]]:
 
 
 def _steps(raw: Any, problems: list[str]) -> tuple[Step, ...]:
-    if not isinstance(raw, list) or not raw or not all(isinstance(step, dict) for step in raw):
+    if not isinstance(raw, list) or not raw:
         problems.append("step   at least one [[step]] with a method is needed")
         return ()
-    steps = [_step(dict(step), f"step.{number}.", problems) for number, step in enumerate(raw)]
+    steps = [_step(step, f"step.{number}.", problems) for number, step in enumerate(raw)]
     return tuple(step for step in steps if step is not None)
 
 
-def _step(data: dict[str, object], prefix: str, problems: list[str]) -> Step | None:
+def _step(data: Any, prefix: str, problems: list[str]) -> Step | None:
+    data = dict(data) if isinstance(data, dict) else {}
     name = data.pop("method", None)
     if name is None:
         problems.append(f"{prefix}method   is missing: one of {', '.join(OPTIONS)}")

@@ -158,7 +158,7 @@ def _image_folder(options: DataOptions) -> Splits:
         except DataError as error:  # the other part may have one, too
             errors.append(error)
     if errors:
-        raise DataError("\n".join(error.message for error in errors), hint=errors[0].hint)
+        raise DataError("; ".join(error.message for error in errors), hint=errors[0].hint)
     train, test = parts
     return Splits(str(user_path(options.path or "")), classes, train, test=test, skipped=train.skipped + test.skipped)
 
@@ -176,7 +176,7 @@ def _part(options: DataOptions, *, train: bool = False) -> Path:
         if (root / name).is_dir():
             return root / name
     deep = (root.parent / names[0]).is_dir()
-    other = f"expected PATH/{names[0]}/<class>/<image>; data.{'train' if train else 'test'}_split (evaluate: --split)"
+    other = f"expected PATH/{names[0]}/<class>/<image>; data.{'train' if train else 'test'}_split sets other names"
     hint = f"use its parent {root.parent}" if deep else other
     raise DataError(f"data folder {root} has no folder {' or '.join(names)}", hint=hint)
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import click
 from pydantic_core import to_jsonable_python
+from rich.cells import cell_len
 from rich.console import Console, Group
 from rich.markdown import Markdown
 from rich.measure import Measurement
@@ -107,7 +108,8 @@ def _as_rich(table: Table, wrap: bool = False) -> RichTable:
     for number, column in enumerate(table.columns):
         side: Literal["left", "right"] = "left" if wrap or number == 0 else "right"
         one_word = not any(" " in row[number] for row in table.rows) and not (wrap and column == table.columns[-1])
-        drawn.add_column(safe_text(column), justify=side, overflow="fold", no_wrap=one_word)
+        longest = max((cell_len(line) for row in table.rows for line in row[number].split("\n")), default=0)
+        drawn.add_column(safe_text(column), justify=side, overflow="fold", min_width=longest if one_word else None)
     for row in table.rows:
         drawn.add_row(*(safe_text(cell, style=STYLES.get(cell, "")) for cell in row))
     return drawn
