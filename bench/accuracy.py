@@ -144,10 +144,10 @@ def compare_classes(artifact: Path, classes: Sequence[str]) -> str:
     own = own or next(filter(None, (read_classes(path) for path in paths if usable_sidecar(path))), ())
     if own in (tuple(classes), (), tuple(map(str, range(len(classes))))):  # numbers: exported without names
         return ""
-    if set(own).isdisjoint(classes):
-        return f"its classes are named {few(own)}, those of the data {few(classes)}: assumed equal, in this order"
     if len(own) != len(classes):
         raise ArtifactError(f"{artifact} has {len(own)} classes, the data has {len(classes)}", hint=OTHER_CLASSES)
+    if set(own).isdisjoint(classes):
+        return f"its classes are named {few(own)}, those of the data {few(classes)}: assumed equal, in this order"
     lost, new = ([name for name in one if name not in other] for one, other in ((own, classes), (classes, own)))
     problem = f"{artifact} was trained with class {few(lost)}, the data has {few(new)} instead" if lost else ""
     order = f"{artifact} was trained with the classes in another order: {few(own)}; the data has {few(classes)}"
@@ -168,8 +168,7 @@ def _evaluate(
     progress.stage(f"Evaluate {known['artifact']}")
     if remark:
         progress.note(remark)
-    least = (known.get("batch_range") or (1,))[0]  # fewer images take as long
-    loader = EvalLoader(images, runner.input, max(options.batch, least), runtime)
+    loader = EvalLoader(images, runner.input, options.batch, runtime)
     accuracy, mask, _ = evaluate_images(runner.predict, loader, runtime)
     progress.note(f"{accuracy.correct} of {accuracy.total} correct")
     settings = {key: known[key] for key in SETTINGS if key in known and key != "threads"}

@@ -51,8 +51,6 @@ smallest (float[1, 1, 1, 1] images) => (float[1, 1] logits) <float[1, 1] weight 
 
 def examine() -> dict[str, Any]:
     """Processor, versions, devices, formats, providers and optional packages as plain data. Nothing is changed."""
-    records = list(targets())
-    runs = {record["target"]: record["run"] for record in records}
     return {
         "machine": {
             "system": platform.platform(),
@@ -66,9 +64,7 @@ def examine() -> dict[str, Any]:
         "warnings": [conflict] if (conflict := find_conflict()) else [],
         "versions": hardware.package_versions(LIBRARIES),
         "devices": _devices(),
-        "export": {record["target"]: record["export"] for record in records if record["export"] != NO_FORMAT},
-        "providers": {name: runs[f"onnxruntime {name}"] is None for name, p in PROVIDERS.items() if p.present},
-        "targets": records,
+        "targets": list(targets()),
         "optional": [
             {"package": name, "present": util.find_spec(name) is not None, "for": purpose, "install": install}
             for name, (install, purpose) in OPTIONAL.items()

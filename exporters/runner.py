@@ -68,12 +68,14 @@ class Runner(ABC):
     """A model that can be run, described and timed.
 
     input: preprocessing of images; None if the artifact does not state it. input_size: (channels, height, width).
-    takes_bytes: the file takes bytes with channels last and normalizes them itself.
+    takes_bytes: the file takes bytes with channels last and normalizes them itself. batch_range: the smallest, best and
+    largest batch of a file that was built for a range.
     """
 
     input: InputConfig | None
     input_size: tuple[int, int, int]
     takes_bytes = False
+    batch_range: Sequence[int] | None = None
     _sha256: str | None = None  # of its file
 
     def __init__(self, name: str, options: RunnerOptions, runtime: str) -> None:
@@ -94,7 +96,7 @@ class Runner(ABC):
 
         More images than its largest batch are several calls; copies of the last image complete its smallest batch.
         """
-        least, _, most = self.describe().get("batch_range") or (1, 0, len(images))
+        least, _, most = self.batch_range or (1, 0, len(images))
         full = ((p, torch.cat([p, p[-1:].repeat(max(0, least - len(p)), 1, 1, 1)])) for p in torch.split(images, most))
         return torch.cat([self(batch)[: len(part)] for part, batch in full])
 

@@ -132,7 +132,7 @@ def find_mismatches(path: Path) -> list[str]:
 def check_sha256(path: Path) -> str:
     """SHA-256 of `path`. Raises ArtifactError if its sidecar describes other files, was changed, or cannot be used."""
     check_unchanged(path.parent, sidecar_path(path))  # the sidecar has the hash of `path`
-    if wrong := find_mismatches(path):
+    if read_sidecar(path) and (wrong := [*find_changed_files(sidecar_path(path)).values()]):
         message = f"{path} is not trusted, because {sidecar_path(path).name} does not match it: {wrong[0]}"
         hint = "one of them was replaced; export again, or remove the .json to use the file as it is"
         raise ArtifactError(message, hint=hint)

@@ -205,7 +205,9 @@ def markdown(report: records.Report) -> str:
         parts += ["## Notes", _bullets(notes)]
     model = report.get("model") or {}
     described = "input" in model and model["input"]["crop_mode"] != "border"  # the lines do not pad images
-    if usable := [entry for entry in artifacts or () if described and entry.get("format", "onnx") in TEMPLATES]:
+    known = (entry for entry in artifacts or () if described and entry.get("format", "onnx") in TEMPLATES)
+    # An engine's source saturates with the default settings of ONNX Runtime, and a file in fp8 only is such a source.
+    if usable := [e for e in known if not e["file"].endswith(".onnx" if e["precision"] == "fp8" else ".engine.onnx")]:
         parts.append("## Use it without vitcompress")
         for entry in sorted(usable, key=lambda entry: is_dense(entry["file"])):
             parts += [f"### {escape_markdown(entry['file'])}", f"```python\n{snippet(model['input'], entry)}```"]

@@ -77,8 +77,8 @@ def snippet(input: Stored[InputConfig], artifact: ArtifactRecord, image: str = "
     return TEMPLATES[kind].format(
         model=artifact["file"],
         load=load,
-        # ONNX Runtime has no kernels for bf16 and fp8 on the CPU.
-        providers='"CUDAExecutionProvider"' if artifact["precision"] in ("bf16", "fp8") else '"CPUExecutionProvider"',
+        # ONNX Runtime has no kernels for bf16 on the CPU.
+        providers='"CUDAExecutionProvider"' if artifact["precision"] == "bf16" else '"CPUExecutionProvider"',
         precision=HINTS[artifact["precision"]] if kind == "openvino" else None,
         reshape="" if artifact.get("variable_batch") else "model.reshape(images.shape)\n",
         library="tensorrt" if kind == "trt" else "tensorrt_rtx",

@@ -38,8 +38,6 @@ class OnnxRunner(Runner):
         InputError, OutputError: settings that the provider does not have, or a cache folder that cannot be used.
     """
 
-    _batch_range: tuple[int, int, int] | None
-
     def __init__(self, path: Path, options: RunnerOptions) -> None:
         super().__init__(str(path), options, "ONNX Runtime")
         self._ort = libraries.load_onnxruntime()
@@ -60,7 +58,7 @@ class OnnxRunner(Runner):
         self._cpu_operators = self._check_assignment()
         self._input, self._output = _inputs_and_outputs(path, self.session)
         if isinstance(fixed := self._input.shape[0], int):
-            self._batch_range = (fixed, fixed, fixed)
+            self.batch_range = (fixed, fixed, fixed)
         self._set_input(self._input.shape[1:], labels, takes_bytes=self._input.type == "tensor(uint8)")
         self._transfers = options.transfers and self._stream is not None
 
@@ -70,8 +68,8 @@ class OnnxRunner(Runner):
         cache = None if options.engine_cache is None else libraries.prepare_cache(options.engine_cache)
         name, sizes = _image_input(model)
         dynamic = self._provider.builds and sizes and not sizes[0]
-        self._batch_range = (options.batch or DEFAULTS["batch"]) if dynamic else None
-        profile = tuple(f"{name}:{'x'.join(map(str, (batch, *sizes[1:])))}" for batch in self._batch_range or ())
+        self.batch_range = (options.batch or DEFAULTS["batch"]) if dynamic else None
+        profile = tuple(f"{name}:{'x'.join(map(str, (batch, *sizes[1:])))}" for batch in self.batch_range or ())
         stream = 0 if self._stream is None else int(self._stream.cuda_stream)
         index = hardware.parse_device(self._device)[1]
         return ProviderSettings(index, self._precision == "tf32", options.cuda_graph, stream, profile, cache)
@@ -128,8 +126,8 @@ class OnnxRunner(Runner):
         return torch.from_numpy(self._run(self._prepare(images)))
 
     def _prepare(self, images: Tensor) -> np.ndarray:
-        if self._batch_range is not None:
-            check_batch(self._file_name, self._batch_range, len(images))
+        if self.batch_range is not None:
+            check_batch(self._file_name, self.batch_range, len(images))
         return np.ascontiguousarray(super()._prepare(images), dtype=INPUT_TYPES[self._input.type])
 
     def _run(self, data: np.ndarray) -> np.ndarray:
@@ -193,7 +191,7 @@ class OnnxRunner(Runner):
             "provider_versions": hardware.package_versions(self._provider.packages),
             "provider_options": shown,
             "nodes_on_cpu": self._cpu_operators,
-            "batch_range": None if self._batch_range is None else list(self._batch_range),
+            "batch_range": None if self.batch_range is None else list(self.batch_range),
             "precision": self._precision,
             "tf32": self._precision == "tf32" or self._provider.tf32 == "always",
             "threads": self._threads or self._started_threads or "runtime default",

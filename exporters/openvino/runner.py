@@ -126,7 +126,8 @@ class OpenVinoRunner(Runner):
         possible = [name for name in HINTS if name.startswith("int8") is int8]
         if self.precision not in (*possible, DEFAULT):
             raise DeviceError(f"{path} cannot run in {self.precision!r}", hint=f"use {', '.join((*possible, DEFAULT))}")
-        self._compiled: Any = lru_cache(4)(partial(self._compile, path, model, shape, possible))
+        compiled: Any = lru_cache(4)(partial(self._compile, path, model, shape, possible))
+        self._compiled: Any = (lambda batch: compiled(-1)) if needs_variable_batch(model) else compiled
         self._compiled(self._batch)
 
     def _compile(self, path: Path, model: Any, shape: Sequence[int], possible: Sequence[str], batch: int) -> Any:
@@ -136,7 +137,7 @@ class OpenVinoRunner(Runner):
         if self._threads is not None:
             config["INFERENCE_NUM_THREADS"] = str(self._threads)
         try:
-            model.reshape([-1 if needs_variable_batch(model) else batch, *shape])
+            model.reshape([batch, *shape])
             compiled = core().compile_model(model, "CPU", config)
         except RuntimeError as error:
             raise ArtifactError(f"OpenVINO cannot run {path} at batch {batch}: {lines_of(error)[-1]}") from None

@@ -52,6 +52,7 @@ class EngineRunner(Runner):
             host_code=host_code,
         )
         self.facts, self.layers = self._process.facts, self._process.layers
+        self.batch_range = self.facts["batch"]
         labels = decode_json_values(self._sidecar.get("metadata", {}))
         self._set_input(self.facts["input_shape"][1:], labels, takes_bytes=self.facts["input_type"] == "UINT8")
         self._slots = count(1)

@@ -109,6 +109,14 @@ def test_a_trusted_engine_needs_no_usable_sidecar_for_its_classes(tmp_path: Path
     assert accuracy.compare_classes(tmp_path / "model.engine", ["a", "b"]) == ""
 
 
+def test_other_names_of_another_number_of_classes_are_no_other_names(tmp_path: Path) -> None:
+    run = folder(tmp_path / "run", seed=1, num_classes=4)
+    path = export(load_model(run), run / "model.onnx", input=input_config(load_model(run)), classes=list("pqrs")).path
+    assert "assumed equal" in accuracy.compare_classes(path, ["a", "b", "c", "d"])
+    with pytest.raises(ArtifactError, match="has 4 classes, the data has 3"):
+        accuracy.compare_classes(path, ["a", "b", "c"])
+
+
 DIGIT_NAMES = tuple(str(number) for number in range(10))
 
 

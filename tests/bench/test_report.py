@@ -430,6 +430,18 @@ def test_an_exported_file_has_accuracy_speed_and_hash_in_one_row() -> None:
     assert rows["accuracy of model.onnx"][2] == "98.0 % (529 of 540)" and "accuracy of model.engine" not in rows
 
 
+def test_files_that_only_engines_are_built_from_have_no_lines_of_python() -> None:
+    input = {"size": [3, 8, 8], "mean": [0.5] * 3, "std": [0.5] * 3, "interpolation": "bicubic", "crop_pct": 1.0}
+    model = {"input": {**input, "crop_mode": "center"}}
+    about = {"sha256": "0", "bytes": 1, "verified": True, "accuracy": None, "speed": None, "format": "onnx"}
+    files = {"model.onnx": "fp32", "model.engine.onnx": "int8", "model-fp8.onnx": "fp8", "model-int8.onnx": "int8"}
+    artifacts = [{**about, "file": name, "precision": precision} for name, precision in files.items()]
+    artifacts.append({**about, "file": "fast.engine", "precision": "fp8", "format": "trt", "batch": [1, 8, 8]})
+    page = run.markdown({"recipe": "x", "cost": COST, "artifacts": artifacts, "model": model})
+    shown = [line.removeprefix("### ") for line in page.splitlines() if line.startswith("### ")]
+    assert shown == ["model.onnx", "model-int8.onnx", "fast.engine"]
+
+
 def test_equal_weights_of_several_blocks_are_one_row() -> None:
     def tensor(block: int, torch: list[int]) -> dict[str, object]:
         name = f"blocks.{block}.mlp.fc1.weight"

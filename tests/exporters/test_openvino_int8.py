@@ -239,6 +239,12 @@ def test_every_batch_size_is_compiled_with_its_shape(precision: str, tmp_path: P
         torch.testing.assert_close(runner(IMAGES[:count]), expected[:count], rtol=1e-4, atol=1e-5)
         runner.bind(IMAGES[:count])()
     assert runner._compiled.cache_info().currsize == 4
+    compiled = []
+    for _ in range(2):
+        for count in (2, 3, 5, 20):
+            runner.predict(IMAGES[:count])
+        compiled.append(runner._compiled.cache_info().misses)
+    assert compiled[0] == compiled[1]
     runner.close()
 
 

@@ -146,6 +146,14 @@ def test_every_reader_rejects_almost_correct_values(changes: dict[str, Any], mes
     assert set(messages) >= ALWAYS and message in messages["read_sidecar"]
 
 
+def test_a_sidecar_of_another_version_is_named_as_such(path: Path) -> None:
+    known = json.loads(sidecar_path(path).read_text())
+    sidecar_path(path).write_text(json.dumps({**known, "sidecar_format": 2}))
+    with pytest.raises(ArtifactError, match="cannot be used: sidecar_format") as caught:
+        check_sha256(path)
+    assert "replaced" not in str(caught.value.hint)
+
+
 def test_a_message_names_the_first_problems_only(path: Path) -> None:
     sidecar_path(path).write_text('{"sidecar_format": 1}')
     with pytest.raises(ArtifactError, match="path is missing; format is missing; precision is missing; and 10 more"):

@@ -54,7 +54,8 @@ def test_doctor_reports_the_reason(old_driver: None) -> None:
     done = CliRunner().invoke(main, ["doctor", "--json"])
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)
-    assert report["devices"]["cuda"] is None and OLD_DRIVER in report["export"]["trt"]
+    exports = {target["target"]: str(target["export"]) for target in report["targets"]}
+    assert report["devices"]["cuda"] is None and OLD_DRIVER in exports["trt"]
     problems = {target["target"]: str(target["run"]) for target in report["targets"]}
     names = ["torch cuda", "onnxruntime CUDAExecutionProvider", *([] if RTX.problem() else ["trt-rtx"])]
     assert all(OLD_DRIVER in problems[name] for name in names), problems

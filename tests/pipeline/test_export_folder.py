@@ -185,10 +185,8 @@ def test_doctor_describes_this_machine() -> None:
     assert (
         facts["versions"]["torch"] == torch.__version__.split("+")[0] or facts["versions"]["torch"] == torch.__version__
     )
-    assert facts["providers"]["CPUExecutionProvider"] is True
     if not torch.cuda.is_available():
-        assert facts["devices"]["cuda"] is None and facts["providers"].get("CUDAExecutionProvider", False) is False
-    assert set(facts["export"]) == set(EXPORTERS)
+        assert facts["devices"]["cuda"] is None
     assert {item["package"]: item["present"] for item in facts["optional"]}["sklearn"] is True
     targets = {row["target"]: row for row in facts["targets"]}
     assert set(EXPORTERS) < set(targets)

@@ -119,6 +119,17 @@ def test_each_mistake_in_the_graph_fails_its_own_check(
     assert set(problems) == {check} and says in problems[check]
 
 
+def test_layers_that_are_zero_in_the_model_may_be_zero_in_its_file(exported: Path, tmp_path: Path) -> None:
+    """As an empty branch that cannot be folded, or a head before its training; other mistakes are still found."""
+    model = build("plain", dtype=torch.float32)
+    nn.init.zeros_(model.get_submodule("blocks.0.mlp.fc2").weight)  # type: ignore[arg-type]
+    about: Any = {"input": input_config(model), "plan_digest": PLAN.digest, "traces": {}}
+    path = export(model, tmp_path / "zero.onnx", **about).path
+    assert wrong(graph_checks(model, path, "onnx")) == {}
+    assert "times zero" in wrong(graph_checks(MODEL, path, "onnx"))["idle"]
+    assert set(wrong(graph_checks(model, edited(path, tmp_path, passed_on), "onnx"))) == {"idle"}
+
+
 class OwnGELU(nn.GELU):
     pass
 

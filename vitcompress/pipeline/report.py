@@ -28,7 +28,6 @@ from vitcompress.methods.base import Choice, read_memo
 from vitcompress.methods.table import find_method
 from vitcompress.models.checkpoint import read_plan
 from vitcompress.models.cost import count_cost
-from vitcompress.models.preprocessing import Preprocessing
 from vitcompress.pipeline.dense import recorded_source
 from vitcompress.pipeline.export import describe_fp32_layers
 from vitcompress.pipeline.folder import dense_folder_of_run
@@ -264,8 +263,8 @@ def record_accuracy(
         known = {entry.get("images_digest", entry["total"]) for entry in accuracy.values() if "total" in entry}
         digest, total = evaluation["rows"][0]["images_digest"], evaluation["images"]
         same = known <= {digest, total} and (digest in known or used == (own.source, own.path, own.test_split))
-        if not same or options.preprocessing != Preprocessing():
-            progress.note(f"not in the report of {files.path}: other images or preprocessing than those of the run")
+        if not same:
+            progress.note(f"not in the report of {files.path}: other images than those of the run")
             return
         mistakes = read_record(files.mistakes, dict[str, list[int]]) or {}
         for row in evaluation["rows"]:

@@ -371,7 +371,7 @@ def _batches(path: Path, original: Original, runner: Runner) -> tuple[int, ...]:
     An ONNX file that an engine was built from has the range of the engine, limited to what the CPU computes in minutes.
     """
     most = min(len(original.images), LARGEST_BATCH)
-    batch_range = runner.describe().get("batch_range")
+    batch_range = runner.batch_range
     if batch_range is None and (built := read_sidecar(path).get("build", {}).get("batch")):
         limit = max(WORK // count_cost(original.model, runner.input_size).macs, 1)
         batch_range = [min(images, limit) for images in built]
