@@ -792,6 +792,9 @@ def test_settings_of_batches() -> None:
     assert plain != smooth
     as_object = Augmentation(smoothing=0.5)
     assert vc.finetune(model(), batches(), epochs=1, augmentation=as_object).history[0]["loss"] == smooth
+    parts = vc.finetune(model(), batches(3), epochs=1, accumulate=3)  # does not divide the default batch_size
+    whole = vc.finetune(model(), [tuple(map(torch.cat, zip(*batches(3), strict=True)))], epochs=1)
+    assert parts.history[0]["loss"] == pytest.approx(whole.history[0]["loss"], rel=1e-5)
     with pytest.raises(InputError, match="accumulate 8 is more than the 4 batches"):
         vc.finetune(model(), batches(), epochs=1, accumulate=8)
 

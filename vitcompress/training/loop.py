@@ -138,10 +138,6 @@ def check_options(
     options: TrainOptions, train_set: TrainData, heldout: TrainData | None, input: InputConfig, runtime: Runtime
 ) -> None:
     """Raise InputError for options that contradict the data, the processes, or each other. input: of the model."""
-    share = runtime.share_of(options.batch_size)
-    if share % options.accumulate:
-        message = f"{share} images per process cannot be computed in {options.accumulate} equal parts"
-        raise InputError(message, hint="use a batch_size that processes * accumulate divides")
     if isinstance(train_set, BatchLoader):
         names, default = ("augmentation", *["batch_size"] * (options.lr_base is None)), TrainOptions()
         default = replace(default, augmentation=replace(default.augmentation, smoothing=options.augmentation.smoothing))
@@ -150,6 +146,9 @@ def check_options(
         if len(train_set) < options.accumulate:
             message = f"accumulate {options.accumulate} is more than the {len(train_set)} batches of an epoch"
             raise InputError(message, hint="lower accumulate or pass more batches")
+    elif (share := runtime.share_of(options.batch_size)) % options.accumulate:
+        message = f"{share} images per process cannot be computed in {options.accumulate} equal parts"
+        raise InputError(message, hint="use a batch_size that processes * accumulate divides")
     elif options.epochs:
         if ignored := options.augmentation.ignored:
             hint = "set augmentation.no_aug to false, or omit the option"

@@ -100,7 +100,7 @@ class TrainingJob:
     @property
     def micro_batch(self) -> int:
         """Images per forward pass and process."""
-        return self.at.runtime.share_of(self.options.batch_size) // self.options.accumulate
+        return self.options.batch_size // (self.at.runtime.world_size * self.options.accumulate)
 
     @cached_property
     def fingerprint(self) -> dict[str, object]:
