@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import whole_runs as world
@@ -27,7 +28,8 @@ from vitcompress.pipeline.run import run_recipe
 from vitcompress.plan import Plan
 from vitcompress.recipe.load import load_recipe
 from vitcompress.surgery.gates import GatedModel
-from vitcompress.training.data import NO_IMAGES, open_data
+from vitcompress.training.data import NO_IMAGES, Splits, open_data
+from vitcompress.training.datasets import ArrayImages
 from vitcompress.training.distributed import Runtime
 from vitcompress.training.options import DataOptions
 
@@ -236,9 +238,35 @@ def test_images_from_python_replace_those_of_the_recipe(tmp_path: Path) -> None:
     assert run_recipe(recipe, options, data=digits_data).report == result.report
     with pytest.raises(OutputError, match=r"data\.source"):
         run_recipe(recipe, options, data=replace(digits_data, name="others"))
-    with pytest.raises(DataError, match="no test images"):
-        run_recipe(recipe, RunOptions(tmp_path / "new"), data=replace(digits_data, test=NO_IMAGES))
-    assert not (tmp_path / "new").exists()
+
+
+def tensors(labels: list[int], *shape: int) -> ArrayImages:
+    """Noise with 1 x 8 x 8 pixels, or another `shape`."""
+    return ArrayImages(torch.randn(len(labels), *(shape or (1, 8, 8))), np.array(labels))
+
+
+TWO = ("a", "b")
+FITTING = tensors([0, 1] * 32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"test": NO_IMAGES}, "no test images"),
+        ({"classes": ()}, "mine has 0 classes, at least 2"),
+        ({"train": tensors([1] * 64)}, "mine has images of one class only"),
+        ({"train": tensors([0, 1, 2, 1] * 16)}, "labels .* from 0 to 2 cannot be used"),
+        ({"heldout": tensors([-1, 1])}, "labels .* from -1 to 1 cannot be used"),
+        ({"test": tensors([0, 1], 1, 12, 12)}, "images of shape 1x1x12x12 do not fit"),
+        ({"heldout": tensors([0, 1], 3, 8, 8)}, "images of shape 1x3x8x8 do not fit"),
+    ],
+)
+def test_images_from_python_must_fit_the_model(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    """They ended in errors of torch, some after the training."""
+    data = replace(Splits("mine", TWO, FITTING, heldout=FITTING, test=FITTING), **changes)
+    with pytest.raises(DataError, match=message):
+        run_recipe(world.recipe(tmp_path, *world.BARE, text=SMALL), RunOptions(tmp_path / "new"), data=data)
+    assert not (tmp_path / "new").exists() and not list(tmp_path.glob("dense-*"))
 
 
 NOSE = 'method = "nose"\npruned_layers = 2\nte = { images = 20 }'

@@ -12,7 +12,7 @@ from vitcompress.exporters.options import AUTO
 from vitcompress.exporters.precision import expand_layers
 from vitcompress.exporters.runtimes import EXPORTERS, available_exporter, find_exporter, runtime_of
 from vitcompress.io.progress import Progress
-from vitcompress.models.create import create_model
+from vitcompress.models.create import create_model, image_size
 from vitcompress.models.source import list_by_source
 from vitcompress.models.weights import check_hub
 from vitcompress.pipeline.dense import check_source, has_dense, why_unchecked
@@ -21,7 +21,8 @@ from vitcompress.pipeline.job import Job, RunOptions, create_job
 from vitcompress.pipeline.latency import check_clock, check_latency
 from vitcompress.pipeline.training import check_teacher
 from vitcompress.recipe.schema import Recipe
-from vitcompress.training.data import Splits, open_data
+from vitcompress.training.data import Splits, check_classes, open_data
+from vitcompress.training.datasets import as_images
 from vitcompress.training.distributed import Runtime
 from vitcompress.training.loaders import check_channels
 from vitcompress.training.loop import check_options
@@ -34,8 +35,9 @@ BYTES_PER_PARAMETER, BYTES_OF_TRAINING, BYTES_PER_STEP = 4 * 6, 4 * 10, 4 * 2
 
 def prepare(recipe: Recipe, options: RunOptions, runtime: Runtime, progress: Progress, data: Splits | None) -> Job:
     """Create the job and check everything that can fail; writes nothing. `recipe` has the `options` applied."""
-    if data is None and not options.structure_only:
-        data = open_data(recipe.data, recipe.run.seed)
+    if not options.structure_only:
+        data = data or open_data(recipe.data, recipe.run.seed)
+        check_classes(data.name, data.classes, data.train)
     job = create_job(recipe, options, runtime, progress, data)
     for source, values in list_by_source(job.resolved.settings).items():
         progress.note(f"from {source}: {values}")
@@ -103,12 +105,14 @@ def check_exports(job: Job) -> None:
 
 
 def check_training(job: Job) -> None:
-    """Raise InputError for training options that cannot work, including those of later trainings, or no test images."""
+    """Raise InputError for options of a training that cannot work, images that do not fit, or no test images."""
     if job.data is None:
         return
     if not job.data.test:  # only data from Python may have none
         raise DataError("the data has no test images to evaluate the result on", hint="add them, or use vc.finetune")
     check_channels(job.data.test, job.input)
+    for images in (job.data.train, job.data.heldout, job.data.test):
+        as_images(images, image_size(job.blank), job.classes)
     for options in (job.recipe.dense, *reversed(job.trainings)):
         if options is not None:
             check_options(options, job.data.train, job.data.heldout, job.input, job.runtime)

@@ -67,7 +67,7 @@ def open_data(options: DataOptions, seed: int) -> Splits:
     MissingExtraError for the digits without scikit-learn.
     """
     data = _open(options)
-    _check_classes(data.name, data.classes, data.train)
+    check_classes(data.name, data.classes, data.train)
     return data.hold_out(options.heldout, seed)
 
 
@@ -93,7 +93,7 @@ def open_test(options: DataOptions) -> tuple[tuple[str, ...], Images]:
         return data.classes, data.test
     folder = _part(options)
     classes = class_names(folder)
-    _check_classes(str(folder), classes, None)
+    check_classes(str(folder), classes, None)
     return classes, FolderImages(folder, classes, skip_broken=options.broken == "skip")
 
 
@@ -150,7 +150,7 @@ def _image_folder(options: DataOptions) -> Splits:
     """An ImageNet-like folder; the training folder's class names, in natural order, number the classes."""
     folder = _part(options, train=True)
     classes = class_names(folder)
-    _check_classes(str(folder), classes, None)
+    check_classes(str(folder), classes, None)
     parts, errors = list[FolderImages](), list[DataError]()
     for part in (folder, _part(options)):
         try:
@@ -181,7 +181,7 @@ def _part(options: DataOptions, *, train: bool = False) -> Path:
     raise DataError(f"data folder {root} has no folder {' or '.join(names)}", hint=hint)
 
 
-def _check_classes(name: str, classes: tuple[str, ...], train: Images | None) -> None:
+def check_classes(name: str, classes: tuple[str, ...], train: Images | None) -> None:
     """Raise DataError for fewer than two classes."""
     if len(classes) < 2:
         hint = "use one folder of images per class"
