@@ -238,6 +238,9 @@ def test_images_from_python_replace_those_of_the_recipe(tmp_path: Path) -> None:
     assert run_recipe(recipe, options, data=digits_data).report == result.report
     with pytest.raises(OutputError, match=r"data\.source"):
         run_recipe(recipe, options, data=replace(digits_data, name="others"))
+    train = ArrayImages(np.zeros((len(digits_data.train), 8, 8), np.uint8), digits_data.train.labels)
+    with pytest.raises(DataError, match="images or labels of mine are not"):  # runs share the dense model
+        run_recipe(recipe, RunOptions(tmp_path / "other"), data=replace(digits_data, train=train))
 
 
 def tensors(labels: list[int], *shape: int) -> ArrayImages:

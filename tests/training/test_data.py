@@ -284,6 +284,14 @@ def rename_class(root: Path) -> None:
     (root / "val/b").rename(root / "val/c")
 
 
+def test_the_digest_of_arrays_follows_their_values() -> None:
+    pixels = np.arange(2 * 4 * 4, dtype=np.uint8).reshape(2, 4, 4)
+    arrays = (pixels, pixels[:, ::-1], torch.from_numpy(pixels) / 255, torch.from_numpy(pixels) / 256)
+    digests = [ArrayImages(array, np.arange(2)).digest for array in arrays]
+    assert len({"", *digests}) == 5 and ArrayImages(pixels.copy(), np.arange(2)).digest == digests[0]
+    assert open_data(DataOptions(), 0).train.digest == "", "folders with the built-in data have none"
+
+
 @pytest.mark.parametrize("change", [None, replace_image, move_image, rename_class])
 def test_the_digest_of_images_follows_contents_labels_and_classes(
     change: Callable[[Path], None] | None, tmp_path: Path

@@ -143,6 +143,7 @@ def _built_in(source: str) -> Splits:
         return Splits("tinted", tinted.CLASSES, sides[0], test=sides[1])
     pixels = np.rint(gray * 255).astype(np.uint8)
     train, test = (ArrayImages(pixels[part], labels[part]) for part in map(np.sort, parts))
+    train.digest = test.digest = ""
     return Splits("digits", tuple(map(str, digits.target_names)), train, test=test)
 
 

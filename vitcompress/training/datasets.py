@@ -33,7 +33,7 @@ class Images(Protocol):
     """A labeled data set before its transforms.
 
     labels: the class of every image, integers (images,), known without opening one. prepared: whether images are
-    tensors (C, H, W), normalized for the model, instead of PIL images. digest: of files, tensors or labels; empty for
+    tensors (C, H, W), normalized for the model, instead of PIL images. digest: of files, arrays or labels; empty for
     built-in data.
     """
 
@@ -56,8 +56,8 @@ class ArrayImages(Images):
     def __init__(self, images: np.ndarray | Tensor, labels: np.ndarray | Tensor) -> None:
         self.prepared, self.labels = isinstance(images, Tensor), np.asarray(labels, np.int64)
         self.images = images if self.prepared else [Image.fromarray(one) for one in images]
-        step = max(1, -(-len(images) // _CHECKED_ON_OPENING))
-        self.digest = tensors_digest(cast(Tensor, images)[::step]) if self.prepared else ""
+        some: Any = images[:: max(1, -(-len(images) // _CHECKED_ON_OPENING))]
+        self.digest = tensors_digest(map(torch.as_tensor, some if self.prepared else np.array(some)))
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         return self.images[index], int(self.labels[index])
