@@ -27,6 +27,7 @@ from vitcompress.errors import ArtifactError, OutputError, VitcompressError
 from vitcompress.exporters.runtimes import open_runner
 from vitcompress.exporters.sidecar import read_sidecar
 from vitcompress.io.files import read_json, write_json
+from vitcompress.io.manifest import read_manifest, record_changes
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.checkpoint import load_model
 from vitcompress.models.create import input_config
@@ -344,10 +345,10 @@ def test_tables_have_means_counts_and_verdicts(whole: tuple[Path, dict[str, Any]
 
 
 def change_report(run: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    (run / "manifest.json").unlink()
-    report = read_json(run / "report.json")
-    change(report)
-    (run / "report.json").write_text(json.dumps(report))
+    with record_changes(run):
+        report = read_json(run / "report.json")
+        change(report)
+        write_json(run / "report.json", report)
 
 
 def test_without_heldout_images_there_is_no_accuracy_before_recovery(
@@ -434,6 +435,15 @@ def test_a_study_that_was_killed_before_its_first_file_continues(
     with pytest.raises(VitcompressError, match="2 of 2 runs failed"):
         run_study(study, StudyOptions(folder, seeds=1))
     assert read_json(folder / "of_study.json") == {"study": "tiny"}
+
+
+def test_a_run_that_was_killed_before_its_manifest_gets_it(
+    tiny: Path, whole: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(whole[0], tmp_path / "s")
+    (folder / "random_2-seed0" / "manifest.json").unlink()
+    assert run_study(load_study(str(tiny)), StudyOptions(folder, seeds=1))["pairs"] == whole[1]["pairs"]
+    assert read_manifest(folder / "random_2-seed0") is not None
 
 
 def test_plots_show_all_rows(whole: tuple[Path, dict[str, Any]]) -> None:

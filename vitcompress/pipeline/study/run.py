@@ -18,6 +18,7 @@ from vitcompress.errors import InputError, MissingExtraError, OutputError, Vitco
 from vitcompress.exporters.onnx.providers import CPU, PROVIDERS, resolve_precision
 from vitcompress.io.files import read_record, write_json
 from vitcompress.io.progress import SILENT, Progress
+from vitcompress.io.run_folder import RunFolder
 from vitcompress.pipeline.dry_run import dry_run_recipe
 from vitcompress.pipeline.folder import ELSEWHERE, check_folder, claim_folder
 from vitcompress.pipeline.job import RunOptions, apply_options
@@ -140,7 +141,7 @@ def execute_runs(runs: Sequence[Run], jobs: int, progress: Progress) -> None:
 
     Raises VitcompressError, with names and reasons, if some runs failed.
     """
-    waiting = [run for run in runs if not run.is_done]
+    waiting = [run for run in runs if not (run.is_done and RunFolder(run.folder).manifest.is_file())]
     if len(waiting) < len(runs):
         progress.note(f"{len(runs) - len(waiting)} of {len(runs)} runs are already done")
     failed = dict[str, tuple[list[str], str]]()
