@@ -274,8 +274,9 @@ def test_a_teacher_that_cannot_teach_is_rejected_first(small: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("setting", ["finetune.epochs=0", "finetune.distillation=none"])
 def test_a_report_names_no_teacher_that_taught_nothing(small: Path, setting: str) -> None:
-    result, _ = world.run(small, *world.BARE, setting, name="untaught")
+    result, progress = world.run(small, *world.BARE, setting, name="untaught")
     assert result.report["teacher"] is None
+    assert any("the selected weights" in note for note in progress.notes) == (setting != "finetune.epochs=0")
 
 
 def test_the_recipe_of_a_run_has_a_header(small: Path) -> None:

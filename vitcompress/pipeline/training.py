@@ -40,7 +40,8 @@ def train_model(
     if not job.runtime.is_main:
         return
     if result.accuracy:
-        job.progress.note(f"held-out top-1 with the selected weights, of epoch {result.epoch + 1}: {result.accuracy}")
+        epoch = f" with the selected weights, of epoch {result.epoch + 1}" if result.history else ""
+        job.progress.note(f"held-out top-1{epoch}: {result.accuracy}")
     heldout = {name: value and value.to_dict() for name, value in (("raw", result.raw), ("ema", result.ema))}
     about = {"epochs": len(result.history), "kept_epoch": result.epoch, "kept": result.chosen}
     write_json(record, {**about, "heldout": heldout})
