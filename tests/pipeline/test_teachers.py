@@ -44,6 +44,13 @@ def test_a_teacher_of_other_classes() -> None:
     assert "has 7 classes, the student 10" in message
 
 
+def test_a_teacher_that_is_no_folder() -> None:
+    words, text = ["recipe", "small.toml", *taught_by("finetune.teacher=runs/none")], "there is no run folder"
+    message = expect_error(*words)
+    assert f"{text} {Path.cwd() / 'runs/none'}" in message and "finetune.teacher_weights" in message
+    assert text in " ".join(CliRunner().invoke(main, [*words, "--dry-run"]).output.split())
+
+
 def test_weights_of_another_teacher() -> None:
     other = Path("swin.pth")
     torch.save(timm.create_model("swin_tiny_patch4_window7_224", depths=[1, 1], num_heads=[1, 2]).state_dict(), other)

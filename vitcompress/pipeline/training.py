@@ -58,7 +58,7 @@ def measure_accuracy(job: Job, model: nn.Module, images: Images) -> Accuracy:
 def downloads_teacher(job: Job) -> bool:
     """Whether the fine-tuning needs a teacher from timm's hub."""
     finetune = job.recipe.finetune
-    local = finetune.teacher in (None, "dense") or Path(str(finetune.teacher)).is_dir()
+    local = finetune.teacher in (None, "dense") or Path(str(finetune.teacher)).is_absolute()
     used = finetune.distillation != "none" and not job.options.structure_only
     return used and not local and finetune.teacher_weights is None
 
@@ -67,25 +67,27 @@ def teacher_for(job: Job, dense: nn.Module) -> nn.Module | None:
     """The teacher for the fine-tuning of a pruned model, or None without distillation."""
     if job.recipe.finetune.distillation == "none":
         return None
-    if (teacher := _load_teacher(job)) is None:
-        return deepcopy(dense)
-    name, weights = str(job.recipe.finetune.teacher), job.recipe.finetune.teacher_weights or "hub"
+    teacher = _load_teacher(job, dense)
+    name, weights = job.recipe.finetune.teacher or "dense", job.recipe.finetune.teacher_weights or "hub"
     if job.runtime.is_main and not Path(name).is_dir() and (source := read_source(weights, name.partition("?")[0])):
         job.progress.note("teacher: {weights}, sha256 {sha256}".format(**source))
     return teacher
 
 
-def _load_teacher(job: Job) -> nn.Module | None:
-    """The model of a run folder or a timm name; None if the teacher is the dense model, which the caller has.
+def _load_teacher(job: Job, dense: nn.Module) -> nn.Module:
+    """The model of a run folder or a timm name, or a copy of the `dense` model.
 
     Raises InputError if the teacher is not available, or has another number of classes.
     """
     name = job.recipe.finetune.teacher
     if name is None or name == "dense":
-        return None
+        return deepcopy(dense)
     arch = name.partition("?")[0]
     if Path(name).is_dir():
         return load_model(name)
+    if Path(name).is_absolute():  # as `apply_options` makes all paths
+        hint = "a file of weights belongs in finetune.teacher_weights, with its timm name in finetune.teacher"
+        raise InputError(f"finetune.teacher: there is no run folder {name}", hint=hint)
     if downloads_teacher(job):
         _check_classes(job, hub_classes(arch))
     check_arguments(arch, {}, "finetune.teacher: ")
@@ -113,7 +115,7 @@ def check_teacher(job: Job, *, download: bool = True) -> None:
         arch = str(finetune.teacher).partition("?")[0]
         check_arguments(arch, {}, "finetune.teacher: ")
         return _check_classes(job, hub_classes(arch))
-    teacher = (_load_teacher(job) or deepcopy(job.blank)).to("meta")
+    teacher = _load_teacher(job, job.blank).to("meta")
     _check_classes(job, int(getattr(teacher, "num_classes", 0)))
     pruned = deepcopy(job.pruned).train()  # in which patches may be dropped
     images, labels = torch.empty(2, *job.input.size, device="meta"), torch.zeros(2, dtype=torch.long, device="meta")
