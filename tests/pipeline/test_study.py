@@ -169,6 +169,15 @@ def test_a_study_that_was_killed_gives_the_same_result(
 
 
 @pytest.mark.slow
+def test_a_study_ends_without_warnings(tiny: Path, tmp_path: Path) -> None:
+    """Python reported leaked semaphores of processes that were terminated after their last run."""
+    words = [sys.executable, "-m", "vitcompress", "study", str(tiny), "--out", str(tmp_path / "s"), "--seeds", "1"]
+    words += ["--jobs", "2", "--speed", "later", "--set", "base.export.formats=['onnx']"]
+    done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    assert "leaked" not in done.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["parent", "terminal"])
 def test_ctrl_c_stops_all_processes_of_a_study(
     tiny: Path, tmp_path: Path, send: Callable[[int, signal.Signals], None]

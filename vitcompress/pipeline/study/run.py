@@ -166,13 +166,14 @@ def _run_in_processes(runs: Sequence[Run], jobs: int) -> Iterator[Outcome]:
         try:
             for future in as_completed([pool.submit(_execute, run) for run in runs]):
                 yield future.result()
-        except BrokenProcessPool:
-            message = "the process of a run was killed, probably for lack of memory"
-            raise VitcompressError(message, hint="the same command with fewer --jobs continues the study") from None
-        finally:
+        except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
             for worker in {*multiprocessing.active_children()} - others:
                 worker.terminate()  # it may be in a run, and has the next one in its queue
+            if not isinstance(error, BrokenProcessPool):
+                raise
+            message = "the process of a run was killed, probably for lack of memory"
+            raise VitcompressError(message, hint="the same command with fewer --jobs continues the study") from None
 
 
 def _execute(run: Run, progress: Progress = SILENT) -> Outcome:
