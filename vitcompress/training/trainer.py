@@ -299,17 +299,15 @@ def lr_setter(
     steps: per epoch. lr_scale: share of the peak at a fractional epoch, instead of the schedule.
     """
     peaks = [group["lr"] for group in optimizer.param_groups]
-    if lr_scale is None and options.schedule == "cosine":
-        lowest = {name: min(getattr(options, name), options.peak_lr) for name in ("min_lr", "warmup_lr")}
+    if lr_scale is None:
+        low = options.peak_lr if options.schedule == "constant" else min(options.min_lr, options.peak_lr)
+        lowest = {"min_lr": low, "warmup_lr": min(options.warmup_lr, options.peak_lr)}
         epochs = {"num_epochs": options.epochs, "warmup_epochs": options.warmup_epochs, "updates_per_epoch": steps}
         scheduler, _ = create_scheduler_v2(optimizer, "cosine", step_on_epochs=False, **lowest, **epochs)
         return cast(Callable[[int], None], scheduler.step_update)
 
     def set_lr(step: int) -> None:
-        epoch = step / steps
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-            start = min(options.warmup_lr / peak, 1.0) if peak else 1.0
-            warmup = start + (1.0 - start) * epoch / options.warmup_epochs if epoch < options.warmup_epochs else 1.0
-            group["lr"] = peak * (lr_scale(epoch) if lr_scale else 1.0) * warmup
+            group["lr"] = peak * lr_scale(step / steps)
 
     return set_lr

@@ -141,7 +141,7 @@ def _run_record(run: Run, report: dict[str, Any], speed: Speed | None) -> dict[s
         "params": cost["compressed"]["params"],
         "macs": cost["compressed"]["macs"],
         "macs_ratio": cost["compressed"]["macs"] / cost["dense"]["macs"],
-        "before_recovery": ((report["before_recovery"] or {}).get("pruned") or {}).get("top1"),
+        "before_recovery": report["before_recovery"] and report["before_recovery"]["pruned"]["top1"],
         "speedup": None if ratio is None else {"median": ratio["median"], "ci95": ratio["ci95"]},
         "passed": report["verify"]["passed"] and same_accuracy,
         **{key: plan[key] for key in ("removed", "folded", "heads")},
