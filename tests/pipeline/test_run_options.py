@@ -9,6 +9,7 @@ import pytest
 import torch
 import whole_runs as world
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from whole_runs import LOGITS, SMALL, digits, logits, onnx_logits, tree, with_steps
 
 from vitcompress import surgery
@@ -283,7 +284,15 @@ FIRST = 'method = "fixed"\nattention = [0]\nactivation = [0]'
 
 @pytest.mark.parametrize("steps", [[NOSE], [ACTIVATIONS], [FIRST, NOSE.replace("2", "1", 1)]], ids=len)
 def test_layers_that_faded_out_are_removed_from_the_deployed_model(tmp_path: Path, steps: list[str]) -> None:
-    result, _ = world.run(tmp_path, *world.BARE, "finetune.epochs=3", text=with_steps(*steps))
+    trained = list[nn.Parameter]()
+    handle = register_optimizer_step_pre_hook(
+        lambda own, *_: trained.extend(p for g in own.param_groups for p in g["params"])
+    )
+    try:
+        result, _ = world.run(tmp_path, *world.BARE, "finetune.epochs=3", text=with_steps(*steps))
+    finally:
+        handle.remove()
+    assert all(parameter.ndim for parameter in trained), "the scores of gates are not trained, nor clipped"
     state = result.folder / "state"
     plan = Plan.from_json((state / "unfolded_plan.json").read_text())
     last = Plan.from_json(next(state.glob(f"step-{len(steps) - 1}-*/plan.json")).read_text())

@@ -151,6 +151,7 @@ def _finetune(job: Job, dense: nn.Module, steps: Steps, pruned: nn.Module) -> nn
         return pruned
     # The layers of the last step fade out; those of the steps before are removed from the start.
     gated = GatedModel(deepcopy(steps.model), job.family, steps.last, steps.means)
+    gated.scores.requires_grad_(False)  # they would count in the norm of the gradient
     factor = step.method.dilute(step.options, options.epochs)
 
     def set_gates(epoch: int) -> None:
