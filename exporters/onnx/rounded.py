@@ -65,8 +65,7 @@ def spell_out_casts(model: Any) -> Any:
     """`model`, an ONNX protobuf, in fp32, with two casts after each result that was rounded to half precision."""
     model = onnx.shape_inference.infer_shapes(model)
     graph = model.graph
-    values = (*graph.input, *graph.value_info, *graph.output)
-    types = {value.name: value.type.tensor_type.elem_type for value in values}
+    types = {value.name: value.type.tensor_type.elem_type for value in (*graph.input, *graph.value_info, *graph.output)}
     nodes = []
     for tensor in graph.initializer:
         if tensor.data_type in HALF:

@@ -86,7 +86,8 @@ def export(
         for name in () if options.keep_onnx else (*source.files, sidecar_path(source.path).name):
             (staged.parent / name).unlink()
 
-    write_with_data(path, write, _companions(path))
+    beside = (sidecar_path(path), layers_path(path), source_path(path), sidecar_path(source_path(path)))
+    write_with_data(path, write, beside)  # the sidecar first
     return replace(results[0], path=path)
 
 
@@ -96,11 +97,6 @@ def layers_path(engine: Path) -> Path:
 
 def source_path(engine: Path) -> Path:
     return engine.with_name(f"{engine.name}.onnx")
-
-
-def _companions(path: Path) -> tuple[Path, ...]:
-    """The files that may be beside an engine, the sidecar first."""
-    return sidecar_path(path), layers_path(path), source_path(path), sidecar_path(source_path(path))
 
 
 def _record(flavour: Flavour, staged: Path, source: Exported, built: Built, options: ExportOptions) -> Exported:

@@ -201,8 +201,7 @@ def _keys(root: type[BaseModel], loc: tuple[int | str, ...]) -> Iterator[str]:
     """The keys of the table at `loc`."""
     kind: Any = root
     for part in (part for part in loc if isinstance(part, str)):
-        hints = typing.get_type_hints(kind)
-        types = (option for option in parts_of(hints.get(part)) if isinstance(option, type))
+        types = (option for option in parts_of(typing.get_type_hints(kind).get(part)) if isinstance(option, type))
         kind = next((option for option in types if is_dataclass(option) or issubclass(option, BaseModel)), None)
         if kind is None:
             return

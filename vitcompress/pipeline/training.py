@@ -86,8 +86,7 @@ def _load_teacher(job: Job, dense: nn.Module) -> nn.Module:
     if Path(name).is_dir():
         return load_model(name)
     if Path(name).is_absolute():  # as `apply_options` makes all paths
-        hint = "a file of weights belongs in finetune.teacher_weights, with its timm name in finetune.teacher"
-        raise InputError(f"finetune.teacher: there is no run folder {name}", hint=hint)
+        raise InputError(f"there is no run folder {name}", hint="a file of weights is finetune.teacher_weights")
     if downloads_teacher(job):
         _check_classes(job, hub_classes(arch))
     check_arguments(arch, {}, "finetune.teacher: ")

@@ -119,8 +119,7 @@ def _keys(prefix: str, table: type[Any], values: Any = None) -> Iterator[Key]:
         texts = [part.description for part in parts_of(hint) if isinstance(part, FieldInfo) and part.description]
         required = field.default is MISSING and field.default_factory is MISSING
         default = field.default if field.default_factory is MISSING else field.default_factory()
-        about = texts[-1] if texts else ""
-        yield Key(name, describe_type(hint), None if required else default, about, value, required)
+        yield Key(name, describe_type(hint), None if required else default, texts[-1] if texts else "", value, required)
 
 
 def _table_in(hint: Any) -> type[Any] | None:
