@@ -26,7 +26,8 @@ def te_static(model: nn.Module, context: Context, options: StaticOptions) -> dep
     measured = replace(options, attention_bypass=options.te_bypass or options.attention_bypass)
     gated = partial(depth.gate_layers, model, context, sites, measured)
     table = context.memo("transfer_entropy", lambda: transfer_entropy.measure(gated(), sites, context, options.te))
-    lowest = {row["site"] for row in sorted(table["rows"], key=lambda row: row["score"])[: options.pruned_layers]}
+    ranked = sorted(table["rows"], key=lambda row: row["score"])
+    lowest = {row["site"] for row in ranked[: options.pruned_layers]}
     return depth.blocks_of(site for site in sites if site.name in lowest)
 
 
@@ -63,7 +64,8 @@ def pick(model: nn.Module, family: Family, options: RandomOptions, seed: int = 0
     if options.pick == "last":
         sites.reverse()
     if options.pick == "random":
-        sites = [sites[i] for i in np.random.default_rng(derived_seed("random layers", seed)).permutation(len(sites))]
+        order = np.random.default_rng(derived_seed("random layers", seed)).permutation(len(sites))
+        sites = [sites[i] for i in order]
     left = most = {kind: max(0, len(own) - 1) for kind, own in depth.layers(model, family).items()}
     if options.attention is not None:
         left = dict(zip(KINDS, (options.attention, options.pruned_layers - options.attention), strict=True))
