@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +23,11 @@ def together(work: Callable[[int], None], count: int = 2) -> list[int]:
             if count > 1:
                 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
                 os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            work(rank)
+            try:
+                work(rank)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)  # without the rest of this program, which the parent runs
             os._exit(0)
         children[child] = rank
     codes = [0] * count
