@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from processes import together
 from torch import Tensor, nn
 
 from vitcompress import cli
@@ -109,19 +108,24 @@ def test_a_single_process_is_a_world_of_one() -> None:
     runtime.barrier()
 
 
+JOINED_BY_THE_CALLER = """
+import sys
+import torch
+from vitcompress.training.distributed import start
+rank = int(sys.argv[1])
+torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+runtime = start("cpu")
+print(runtime.rank, runtime.world_size, runtime.joined, float(runtime.all_sum(torch.tensor(rank + 1.0))))
+torch.distributed.destroy_process_group()
+"""
+
+
 def test_a_group_that_the_caller_joined_without_variables_is_used(tmp_path: Path) -> None:
     """As in processes of torch.multiprocessing."""
-
-    def work(rank: int) -> None:
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-            os.environ.pop(name, None)
-        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=rank, world_size=2)
-        runtime = start("cpu")
-        assert (runtime.rank, runtime.world_size, runtime.joined) == (rank, 2, False)
-        assert runtime.all_sum(torch.tensor(float(rank + 1))) == 3
-        torch.distributed.destroy_process_group()
-
-    assert together(work) == [0, 0]
+    words = [[sys.executable, "-c", JOINED_BY_THE_CALLER, str(rank), str(tmp_path / "meet")] for rank in (0, 1)]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    both = [subprocess.Popen(one, env=environment, stdout=subprocess.PIPE, text=True) for one in words]
+    assert [one.communicate(timeout=300)[0] for one in both] == [f"{rank} 2 False 3.0\n" for rank in (0, 1)]
 
 
 def test_cuda_without_a_number_is_the_gpu_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
