@@ -214,8 +214,8 @@ def resolve_precision(path: Path | str, stored: Any, requested: str | None, prov
         own = "tf32"
     if requested in (None, own) or (requested == "fp32" and stored is None):
         return requested or own
-    known = requested in get_args(Precision)
-    remedy = f"export it with --precision {requested}" if known else f"use one of {', '.join(get_args(Precision))}"
+    choices = get_args(Precision)
+    remedy = f"export it with --precision {requested}" if requested in choices else f"use one of {', '.join(choices)}"
     remedy = {"tf32": "use --device cuda", "int8+bf16": f"{remedy} --format openvino"}.get(str(requested), remedy)
     shown = own if stored else "its stored precision"
     raise DeviceError(f"{path} runs in {shown}, but the precision is {requested}", hint=remedy)

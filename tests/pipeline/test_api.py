@@ -994,7 +994,6 @@ class Extractor:
 
     def __init__(self, network: nn.Module) -> None:
         self.kept: list[Tensor] = []
-        network.get_submodule("blocks.1").register_forward_hook(lambda *_: None)
         network.get_submodule("blocks.1").register_forward_hook(self.keep)
 
     def keep(self, module: nn.Module, args: Any, out: Tensor) -> None:
