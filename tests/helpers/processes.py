@@ -25,9 +25,9 @@ def together(work: Callable[[int], None], count: int = 2) -> list[int]:
                 os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             try:
                 work(rank)
-            except BaseException:
+            except BaseException:  # noqa: BLE001 - it would go on with the program of its parent
                 traceback.print_exc()
-                os._exit(1)  # without the rest of this program, which the parent runs
+                os._exit(1)
             os._exit(0)
         children[child] = rank
     codes = [0] * count
