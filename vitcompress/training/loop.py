@@ -150,9 +150,9 @@ def check_options(
         message = f"{share} images per process cannot be computed in {options.accumulate} equal parts"
         raise InputError(message, hint="use a batch_size that processes * accumulate divides")
     elif options.epochs:
-        if ignored := options.augmentation.ignored:
-            hint = "set augmentation.no_aug to false, or omit the option"
-            raise InputError(f"augmentation.{ignored[0]} has no effect: no_aug is true", hint=hint)
+        for name, reason in options.augmentation.unused.items():
+            hint = "omit it, or change the option that makes it ineffective, as in augmentation.no_aug = false"
+            raise InputError(f"augmentation.{name} has no effect: {reason}", hint=hint)
         # The loader checks the other ones; nothing is loaded here.
         on_cpu, size = replace(runtime, device=torch.device("cpu"), workers=0), share // options.accumulate
         loader = TrainLoader(train_set, input, size, on_cpu, augmentation=options.augmentation, seed=0, classes=1)

@@ -70,10 +70,16 @@ class Augmentation:
     noise: Annotated[float, Ge(0), Doc("standard deviation of Gaussian noise on the normalized pixels")] = 0.0
 
     @property
-    def ignored(self) -> list[str]:
-        """Options that are set and have no effect, because of `no_aug`."""
-        names = ("auto_augment", "color_jitter", "hflip", "scale", "ratio", "reprob", "remode")
-        return [name for name in names if self.no_aug and getattr(self, name) != getattr(type(self), name)]
+    def unused(self) -> dict[str, str]:
+        """Options that differ from the defaults and have no effect beside the others -> the reason."""
+        disabled = ("auto_augment", "color_jitter", "hflip", "scale", "ratio", "reprob", "remode")
+        return _unused(
+            self,
+            (not self.reprob, "reprob is 0", ("remode",)),
+            (self.no_aug, "no_aug is true", disabled),
+            (not self.mixes, "mixup and cutmix are 0", ("mixup_prob",)),
+            (not (self.mixup and self.cutmix), "mixup or cutmix is 0", ("mixup_switch_prob",)),
+        )
 
     @property
     def mixes(self) -> bool:
@@ -122,7 +128,8 @@ class TrainOptions:
     def unused(self) -> dict[str, str]:
         """Options that differ from the defaults and have no effect beside the others -> the reason."""
         kind = f"distillation is {self.distillation!r}"
-        rules = (
+        return _unused(
+            self,
             (self.lr_base is not None, "lr_base is set", ("lr",)),
             (self.schedule == "constant", "schedule is 'constant'", ("min_lr",)),
             (not self.warmup_epochs, "warmup_epochs is 0", ("warmup_lr",)),
@@ -132,13 +139,17 @@ class TrainOptions:
             (self.distillation != "soft_patch", kind, ("patch_weight",)),
             (self.distillation != "hard", kind, ("teacher_smoothing",)),
         )
-        reasons = {name: reason for holds, reason, names in rules if holds for name in names}
-        return {name: reasons[name] for name in reasons if getattr(self, name) != getattr(TrainOptions, name)}
 
     @property
     def share_of_labels(self) -> float:
         """Weight of the labels beside a teacher."""
         return 1 - self.alpha if self.label_weight is None else self.label_weight
+
+
+def _unused(options: Augmentation | TrainOptions, *rules: tuple[bool, str, tuple[str, ...]]) -> dict[str, str]:
+    """Options for which a rule (holds, reason, names) holds, and that differ from the defaults -> the reason."""
+    reasons = {name: reason for holds, reason, names in rules if holds for name in names}
+    return {name: reasons[name] for name in reasons if getattr(options, name) != getattr(type(options), name)}
 
 
 class EpochRecord(TypedDict, total=False):
