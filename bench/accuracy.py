@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from timm.data import resolve_data_config
 
+from vitcompress.bench.artifacts import open_artifacts
 from vitcompress.bench.report import records
 from vitcompress.bench.report.measurements import SETTINGS, find_speed, match_rows, read_benchmarks
 from vitcompress.errors import ArtifactError, InputError
-from vitcompress.exporters.runtimes import Runner, RunnerOptions, exported_files, open_runner
+from vitcompress.exporters.runtimes import Runner, RunnerOptions, exported_files
 from vitcompress.exporters.sidecar import read_classes, usable_sidecar
 from vitcompress.io.files import user_path
 from vitcompress.io.progress import SILENT, Progress
@@ -95,10 +96,11 @@ def run(artifacts: Sequence[str], options: EvaluateOptions | None = None, progre
     if skipped := getattr(images, "skipped", ()):
         progress.note(describe_skipped(skipped))
     with ExitStack() as stack:
-        runners = [_open(artifact, classes, options, stack) for artifact in artifacts]  # all, before any work
-        if extra and not match_rows(extra, {runner.describe()["sha256"]: [runner.name] for runner, _ in runners}):
+        runners = open_artifacts(artifacts, options.runner, None, stack)  # all, before any work
+        remarks = [_prepare(runner, str(name), classes, options) for runner, (name, _) in runners.items()]
+        if extra and not match_rows(extra, {runner.describe()["sha256"]: [runner.name] for runner in runners}):
             raise InputError(f"{options.bench} measures none of these artifacts", hint="use `vitcompress bench --json`")
-        pairs = zip(runners, benches, strict=True)
+        pairs = zip(zip(runners, remarks, strict=True), benches, strict=True)
         results = [_evaluate(*opened, known, images, options, progress) for opened, known in pairs]
     (first, reference), digest = results[0], images_digest(classes, images)
     rows = [cast(EvaluationRow, {**row, "images_digest": digest}) for row, _ in results]
@@ -121,15 +123,13 @@ def select_data(artifacts: Sequence[str], options: EvaluateOptions) -> DataOptio
     return data if options.split is None else replace(data, test_split=options.split)
 
 
-def _open(artifact: str, classes: Sequence[str], options: EvaluateOptions, stack: ExitStack) -> tuple[Runner, str]:
-    """Open an artifact, set its preprocessing and check its classes, with a remark on both; `stack` closes it."""
-    runner = open_runner(artifact, options.runner)
-    stack.callback(runner.close)
+def _prepare(runner: Runner, artifact: str, classes: Sequence[str], options: EvaluateOptions) -> str:
+    """Set the preprocessing of a runner and check its classes. Returns a remark on both."""
     runner.input, used = _resolve_preprocessing(runner, options.preprocessing)
     count = runner.predict(torch.zeros(1, *runner.input_size)).shape[1]
     if count != len(classes):
         raise ArtifactError(f"{runner.name} has {count} classes, the data has {len(classes)}", hint=OTHER_CLASSES)
-    return runner, " ".join(filter(None, (used, compare_classes(user_path(artifact), classes))))
+    return " ".join(filter(None, (used, compare_classes(user_path(artifact), classes))))
 
 
 def compare_classes(artifact: Path, classes: Sequence[str]) -> str:

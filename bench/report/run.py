@@ -204,13 +204,14 @@ def markdown(report: records.Report) -> str:
     if notes := report.get("notes"):
         parts += ["## Notes", _bullets(notes)]
     model = report.get("model") or {}
-    described = "input" in model and model["input"]["crop_mode"] != "border"  # the lines do not pad images
+    input = model.get("input")  # the lines neither pad images nor read other channels
+    described = input and input["crop_mode"] != "border" and input["crop_pct"] <= 1 and input["size"][0] in (1, 3)
     known = (entry for entry in artifacts or () if described and entry.get("format", "onnx") in TEMPLATES)
     # An engine's source saturates with the default settings of ONNX Runtime, and a file in fp8 only is such a source.
     if usable := [e for e in known if not e["file"].endswith(".onnx" if e["precision"] == "fp8" else ".engine.onnx")]:
         parts.append("## Use it without vitcompress")
         for entry in sorted(usable, key=lambda entry: is_dense(entry["file"])):
-            parts += [f"### {escape_markdown(entry['file'])}", f"```python\n{snippet(model['input'], entry)}```"]
+            parts += [f"### {escape_markdown(entry['file'])}", f"```python\n{snippet(input, entry)}```"]
     if classes := model.get("classes"):
         unnamed = list(classes) == [str(number) for number in range(len(classes))]
         listed = "named by their numbers" if unnamed else escape_markdown(", ".join(classes))

@@ -66,9 +66,9 @@ def snippet(input: Stored[InputConfig], artifact: ArtifactRecord, image: str = "
     images = BYTES if uint8 else NORMALIZED.format(mean=[*map(float, input["mean"])], std=[*map(float, input["std"])])
     load = LOAD.format(
         image=image,
-        mode={1: "L", 4: "RGBA"}.get(channels, "RGB"),
+        mode="L" if channels == 1 else "RGB",
         size=_size(input["crop_mode"], scaled),
-        filter=str(input["interpolation"] if input["interpolation"] != "random" else "bilinear").upper(),
+        filter=input["interpolation"].upper(),
         width=width,
         height=height,
         type="uint8" if uint8 else "float32",

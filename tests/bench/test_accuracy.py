@@ -16,6 +16,7 @@ from vitcompress.exporters.onnx.export import export
 from vitcompress.io.files import file_sha256, write_json
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.create import create_model, input_config
+from vitcompress.models.preprocessing import Preprocessing
 from vitcompress.plan import Plan
 from vitcompress.training.data import open_test
 from vitcompress.training.distributed import Runtime
@@ -228,6 +229,14 @@ def test_a_model_without_a_file_has_no_recorded_speed(tmp_path: Path) -> None:
     assert speeds[0] is None and speeds[1] is not None
     with pytest.raises(InputError, match="measures none of these artifacts"):
         accuracy.run([timms], options)
+
+
+def test_the_file_that_timm_exports_is_evaluated_as_its_model() -> None:
+    name = "test_vit?img_size=8&patch_size=4&in_chans=1&num_classes=10"
+    own = Preprocessing(mean=(0.5,), std=(0.5,), crop_pct=0.95, interpolation="bicubic")
+    options = accuracy.EvaluateOptions(data="digits", batch=540, preprocessing=own)
+    rows = accuracy.run([f"timm:{name}", f"timm-onnx:{name}"], options)["rows"]
+    assert [row["runtime"] for row in rows] == ["torch", "onnxruntime"] and rows[0]["mistakes"] == rows[1]["mistakes"]
 
 
 def test_a_file_of_that_name_outside_a_run_is_not_read(tmp_path: Path) -> None:

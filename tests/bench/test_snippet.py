@@ -32,8 +32,9 @@ def test_the_ten_lines_classify_a_jpeg_without_vitcompress(tmp_path: Path) -> No
     page = run.markdown({**data, "artifacts": [{**file, "accuracy": None, "speed": None}]})
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(code.splitlines()) == 10
-    about["input"] = {**about["input"], "crop_mode": "border"}
-    assert "```python" not in run.markdown({**data, "artifacts": [{**file, "accuracy": None, "speed": None}]})
+    for other in ({"crop_mode": "border"}, {"crop_pct": 1.1}, {"size": (2, 8, 8)}):
+        unreadable = {**data, "model": {**about, "input": {**about["input"], **other}}}
+        assert "```python" not in run.markdown({**unreadable, "artifacts": [{**file, "accuracy": None, "speed": None}]})
     assert "vitcompress" not in code
     image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (30, 40, 3), np.uint8).astype(np.uint8))
     image.save(tmp_path / "photo.jpg")

@@ -193,7 +193,7 @@ def bench(artifacts: tuple[str, ...], notes: bool, **options: Any) -> int:
 @opt.require_signed_option
 @common_options
 def evaluate(artifacts: tuple[str, ...], max_drop: float | None, **options: Any) -> int:
-    """Count top-1 and top-5 of artifacts.
+    """Count top-1 and top-5 of artifacts, which are those of `vitcompress bench`.
 
     Several artifacts are compared with the first on the same images. Shows throughput too if the run folder has a
     benchmark of the file. --mean to --crop-mode set the preprocessing of files without metadata.

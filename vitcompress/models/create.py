@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import timm
 import torch
@@ -57,7 +57,7 @@ class InputConfig:
     size: tuple[Side, Side, Side]
     mean: tuple[Annotated[float, Ge(-1000), Le(1000)], ...]
     std: tuple[Annotated[float, Gt(0), Le(1000)], ...]
-    interpolation: Filter | Literal["random"]
+    interpolation: Filter
     crop_pct: Annotated[float, Ge(0.05), Le(2)]
     crop_mode: Crop
 
