@@ -146,7 +146,8 @@ def test_the_standard_model_has_another_classifier(tmp_path: Path) -> None:
     save_model(small, tmp_path / "saved", classes=list("abcdefg"))
     loaded: Any = load_model(tmp_path / "saved")
     with safe_open(tmp_path / "saved/standard.safetensors", "pt") as file:
-        assert json.loads(file.metadata()["args"])["pretrained_cfg_overlay"]["label_names"] == list("abcdefg")
+        args = json.loads(file.metadata()["args"])["model_args"]
+        assert args["pretrained_cfg_overlay"]["label_names"] == list("abcdefg")
     loaded.reset_classifier(2)
     assert "pretrained_cfg_overlay" not in current_plan(loaded).standard["args"]
     loaded = load_model(tmp_path / "saved")
@@ -185,6 +186,30 @@ def test_equal_models_are_equal_files(tmp_path: Path) -> None:
     assert len({file.read_bytes() for file in files}) == 1
     opened = open_weights(files[0])
     assert (opened.stated["model"], opened.stated["num_heads"]) == (small.plan.standard["arch"], 1)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"act_layer": "relu", "pretrained_cfg_overlay": {"mean": [0.1], "crop_pct": 1.0}},
+        {"pos_embed": "none"},
+        {"pre_norm": True},
+        {"proj_bias": False},
+        {"final_norm": False},
+    ],
+)
+def test_the_standard_file_states_all_arguments(arguments: Any, tmp_path: Path) -> None:
+    """Its weights do not show all of them: with others, they fit but compute something else."""
+    dense = model(num_classes=5, **arguments)
+    narrow = upvit.Options(target_args={"embed_dim": 8, "num_heads": 1})
+    small: Any = prune(dense, upvit.structure(dense, family_of(dense), plan_of(dense), narrow))
+    save_model(small, tmp_path / "saved", classes=list("abcde"))
+    read: Any = vc.create_model("vit_tiny_patch16_224", weights=tmp_path / "saved/standard.safetensors")
+    x = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    assert (read(x) - small(x)).abs().max() < 1e-5  # float32, as above
+    assert read.pretrained_cfg["label_names"] == list("abcde")
+    for name in ("mean", "crop_pct"):
+        assert read.pretrained_cfg[name] == small.pretrained_cfg[name]
 
 
 @pytest.mark.parametrize("create", [vc.create_model, timm.create_model])

@@ -23,9 +23,10 @@ OTHER = "use the folder of a run (other weights: vc.create_model(NAME, weights=F
 def write_model(folder: Path, model: nn.Module, plan: Plan) -> None:
     """Write plan and weights, which `load_model` loads, and where the plan names one, the standard model."""
     files = RunFolder(folder)
-    if plan.standard:  # for `timm.create_model(arch, checkpoint_path=..., **args)`
-        metadata = {"args": json.dumps({"arch": plan.standard["arch"], **plan.standard["args"]})}
-        save_tensors(files.standard, standard_model(model, plan).state_dict(), metadata)
+    if plan.standard:  # for `open_weights`, and `timm.create_model(arch, checkpoint_path=..., **model_args)`
+        args = plan.standard["args"]
+        stated = {"arch": plan.standard["arch"], **(args.get(create.OVERLAY) or {}), "model_args": args}
+        save_tensors(files.standard, standard_model(model, plan).state_dict(), {"args": json.dumps(stated)})
     save_tensors(files.weights, model.state_dict(), {"plan": plan.digest})
     write_text(files.plan, plan.to_json())
 
