@@ -14,6 +14,7 @@ from vitcompress.errors import PlanError
 from vitcompress.families import family_of
 from vitcompress.plan import Plan, is_within, module_of
 from vitcompress.surgery import apply_to_copy
+from vitcompress.surgery.check import check_plan
 
 WHOLE = Plan(
     "deit_tiny_patch16_224",
@@ -50,8 +51,30 @@ def test_arguments_must_be_json() -> None:
 
 @pytest.mark.parametrize("edits", [{"kept": {"blocks.0.v": (0.5,)}}, {"heads": {"blocks.0.attn": 2.5}}])
 def test_numbers_of_channels_and_heads_must_be_integers(edits: Any) -> None:
-    with pytest.raises(PlanError, match="kept and heads need integers"):
+    with pytest.raises(PlanError, match="kept and heads of whole numbers"):
         Plan("deit_tiny_patch16_224", **edits)
+
+
+@pytest.mark.parametrize("key", ["arch_args", "removed", "appended", "kept", "heads", "standard", "folded", "padded"])
+@pytest.mark.parametrize("value", [None, 1, [1]])
+def test_tables_and_lists_of_another_type_are_rejected(key: str, value: Any) -> None:
+    """They ended in errors of Python, some only when the plan was applied."""
+    with pytest.raises(PlanError):
+        check_plan(build("plain"), family_of(build("plain")), Plan("deit_tiny_patch16_224", **{key: value}))
+
+
+@pytest.mark.parametrize("edits", [{"removed": {0: "drop"}}, {"kept": {0: (1,)}}, {"folded": [["blocks.0.mlp"]]}])
+def test_names_of_another_type_are_not_in_the_model(edits: Any) -> None:
+    with pytest.raises(PlanError, match="the model has no such"):
+        check_plan(build("plain"), family_of(build("plain")), Plan("deit_tiny_patch16_224", **edits))
+
+
+def test_a_plan_does_not_change_with_the_arguments_of_the_caller() -> None:
+    removed, appended = {"blocks.0.attn": "drop"}, {"blocks.0": "gelu"}
+    plan = Plan("any", removed=removed, appended=appended)
+    before = plan.digest
+    removed["blocks.1.attn"] = appended["blocks.1"] = "drop"
+    assert plan.digest == before
 
 
 def test_numbers_of_numpy_become_those_of_python() -> None:

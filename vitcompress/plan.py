@@ -77,14 +77,14 @@ class Plan:
     def __post_init__(self) -> None:
         """Convert arguments to what JSON returns (lists, numbers of Python): a plan equals the plan in its file."""
         try:
-            arguments, standard = (json.loads(json.dumps(dict(own))) for own in (self.arch_args, self.standard))
-            kept = {space: tuple(map(index, channels)) for space, channels in self.kept.items()}
-            heads = {name: index(count) for name, count in self.heads.items()}
+            tables = {key: dict(getattr(self, key)) for key in MAPPINGS}
+            kept = {str(space): tuple(map(index, channels)) for space, channels in tables.pop("kept").items()}
+            heads = {str(name): index(count) for name, count in tables.pop("heads").items()}
+            plain, lists = json.loads(json.dumps(tables)), {key: tuple(map(str, getattr(self, key))) for key in LISTS}
         except (TypeError, ValueError) as error:
-            message = f"kept and heads need integers, arch_args and standard plain data (JSON): {error}"
-            raise PlanError(message) from None
-        lists = {key: tuple(getattr(self, key)) for key in LISTS}
-        vars(self).update(arch_args=arguments, kept=kept, heads=heads, standard=standard, **lists)
+            message = "a plan consists of tables and lists of plain data (JSON), kept and heads of whole numbers"
+            raise PlanError(f"{message}: {error}") from None
+        vars(self).update(plain, kept=kept, heads=heads, **lists)
 
     def delta(self, **edits: Any) -> "Plan":
         """A plan for the same dense model with only these edits: `plan.delta(removed={"blocks.1.attn": "drop"})`."""
@@ -122,7 +122,7 @@ class Plan:
         data = {f.name: getattr(self, f.name) for f in fields(self)}
         if not self.padded:
             del data["padded"]  # the key is newer than the format: plans without it keep their hash
-        return json.dumps(data, indent=1, sort_keys=True, default=dict) + "\n"
+        return json.dumps(data, indent=1, sort_keys=True) + "\n"
 
     @property
     def digest(self) -> str:
