@@ -279,7 +279,7 @@ def test_models_with_other_names_than_those_of_timm_are_planned_as_those_of_crea
         (lambda: vc.export(model(), "x.engine"), "trt and trt-rtx"),
         (lambda: vc.export(model(), "x.onnx", precision="int4"), "precision"),
         (lambda: vc.create_model("vit_tini"), "vit_tini"),
-        (lambda: vc.plan(vc.create_model("resnet18"), "magnitude"), "cannot be pruned: it is of type ResNet"),
+        (lambda: vc.plan(vc.create_model("resnet18"), "magnitude"), "is not supported: it is of type ResNet"),
         (lambda: vc.finetune(model(), batches(), augmentation={"mixup": 0.5}), "augmentation has no effect"),
         (lambda: vc.finetune(model(), batches(), batch_size=4), "batch_size has no effect"),
         *(

@@ -116,7 +116,7 @@ class Family(ABC):
     fixed_size: bool = False
 
     def problem(self, model: Any) -> str | None:
-        """None, or why the family does not support the model (completes "this model cannot be pruned: ")."""
+        """None, or why the family does not support the model (completes "this model is not supported: ")."""
         stem, supported = getattr(model, "patch_embed", None), isinstance(model, self.model_type)
         if not supported:
             return f"it is of type {type(model).__name__}"

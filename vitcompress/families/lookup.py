@@ -34,7 +34,7 @@ def family_of(model: nn.Module) -> Family:
     other_type = f"it is of type {type(model).__name__}"
     reason = next((problem for problem in problems.values() if problem != other_type), other_type)
     hint = "\n  ".join(["use one of these, or install the package that declares its family:", *problems])
-    raise UnsupportedModelError(f"this model cannot be pruned: {reason}", hint=hint)
+    raise UnsupportedModelError(f"this model is not supported: {reason}", hint=hint)
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -188,7 +188,8 @@ def finetune(  # noqa: PLR0913 (each argument is public and has a default)
 
     Args:
         train_data: a map-style data set of (image, class) pairs (PIL images, for `augmentation`, or normalized
-            tensors), or an iterable with a length of (images, labels) batches; `accumulate` leaves a rest of them out.
+            tensors), or an iterable with a length of (images, labels) batches; batches at the end that do not fill
+            `accumulate` are left out.
         val_data: evaluated after epochs, of the same kinds.
         teacher: model for distillation; `distillation="soft"` is then the default.
         folder: of the training state: the same call continues a stopped training, or repeats a complete one. None: a

@@ -26,7 +26,7 @@ def check_plan(model: nn.Module, family: Family, plan: Plan) -> None:
         *_fold_problems(model, family, sites, plan),
     ]
     if problems:
-        hint = "undo edits of plan.json; `reset_classifier` with another pooling removes what was pruned in the old one"
+        hint = "correct the plan (undo edits of plan.json); after `reset_classifier` with another pooling, plan again"
         raise PlanError("\n  ".join(["the plan does not fit the model:", *problems]), hint=hint)
 
 
