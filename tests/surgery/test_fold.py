@@ -55,8 +55,6 @@ def test_fold_records_are_the_true_counts(variant: str) -> None:
     before = sum(p.numel() for p in model.parameters())
     records = fold_linears(model, plan).records
     assert sum(r.params_before - r.params_after for r in records) == before - sum(p.numel() for p in model.parameters())
-    ffn = next(r for r in records if r.module == "blocks.0.mlp")
-    assert (ffn.macs_before, ffn.macs_after) == (2 * 16 * 32, 16 * 16)
 
 
 @pytest.mark.parametrize("first_bias", [True, False])
@@ -82,12 +80,15 @@ def test_the_product_of_two_linear_layers(first_bias: bool, second_bias: bool) -
         assert_moved(without, expected)
 
 
-def test_weights_stored_in_float32_are_rounded_once() -> None:
-    model = build("layer_scale", dtype=torch.float32)
-    plan = depth_plan(model, contract("layer_scale").plan, [], [0, 1])
-    records = fold_linears(apply_plan(model, plan), plan).records
-    assert len(records) == 6
-    assert all(0 < record.rounding <= torch.finfo(torch.float32).eps / 2 for record in records)
+@pytest.mark.parametrize(("variant", "activations"), [("plain", [0, 1]), ("layer_scale", [])])
+def test_weights_stored_in_float32_are_rounded_once(variant: str, activations: list[int]) -> None:
+    """The product of the same weights in float64, cast once, is the stored layer bit for bit."""
+    model = build(variant, dtype=torch.float32)
+    plan = depth_plan(model, contract(variant).plan, [], activations)
+    exact = apply_plan(deepcopy(model), plan).double()
+    assert fold_linears(apply_plan(model, plan), plan).plan.folded == fold_linears(exact, plan).plan.folded != ()
+    cast = exact.float().state_dict()
+    assert all(torch.equal(cast[name], tensor) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize(("ratio", "folds"), [(0.25, False), (0.5, False), (0.5625, True)])
@@ -99,8 +100,7 @@ def test_folded_only_where_the_product_is_cheaper(ratio: float, folds: bool) -> 
     (record,) = fold_linears(model, plan).records
     assert record.folded is folds
     assert isinstance(model.blocks[1].mlp, nn.Linear) is folds
-    assert (record.macs_after < record.macs_before) is folds
-    assert "cheaper" in record.reason
+    assert ("the pair is cheaper" in record.reason) is not folds and "cheaper" in record.reason
     assert_same(logits(model, x), before)
 
 

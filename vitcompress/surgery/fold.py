@@ -25,20 +25,13 @@ INTO_THE_LINEAR = "into the linear layer before it"  # the reason to fold a Laye
 
 @dataclass(frozen=True)
 class FoldRecord:
-    """The effect of folding one module, or the reason for not folding it.
-
-    params, macs (per token): of the layers involved. rounding: largest difference between the float64 product and the
-    stored weights, relative to the largest weight; at most half an epsilon of the stored type.
-    """
+    """The effect of folding one module, or the reason for not folding it. params: of the layers involved."""
 
     module: str
     folded: bool
     reason: str
     params_before: int
     params_after: int
-    macs_before: int
-    macs_after: int
-    rounding: float
 
 
 @dataclass(frozen=True)
@@ -77,14 +70,14 @@ def _fold(model: nn.Module, family: Family, name: str) -> FoldRecord:
     product_macs = layers[0].in_features * layers[-1].out_features
     if product_macs >= macs:
         reason = f"the pair is cheaper: {macs} instead of {product_macs} multiply-accumulates per token"
-        return FoldRecord(name, False, reason, params, params, macs, macs, 0.0)
-    rounding, reason = fold_module(model, family, name), INTO_THE_LINEAR if into else "cheaper than the pair"
-    after = _count(model.get_submodule(into or name))
-    return FoldRecord(name, True, reason, params, after, macs, product_macs, rounding)
+        return FoldRecord(name, False, reason, params, params)
+    fold_module(model, family, name)
+    reason = INTO_THE_LINEAR if into else "cheaper than the pair"
+    return FoldRecord(name, True, reason, params, _count(model.get_submodule(into or name)))
 
 
-def fold_module(model: nn.Module, family: Family, name: str) -> float:
-    """Fold one FFN or LayerScale into a linear layer and return the rounding of the cast (see FoldRecord).
+def fold_module(model: nn.Module, family: Family, name: str) -> None:
+    """Fold one FFN or LayerScale into a linear layer.
 
     If the plan also removes the linear layer before a folded LayerScale, the LayerScale is only deleted.
     """
@@ -105,15 +98,11 @@ def fold_module(model: nn.Module, family: Family, name: str) -> float:
     else:
         if any(name == path for path, _ in (*model.named_modules(), *model.named_parameters())):
             _drop_scale(model, name)
-        return 0.0
+        return
     with torch.no_grad():
         layer.weight.copy_(weight)
         if bias is not None:
             layer.bias.copy_(bias)
-    if weight.is_meta:
-        return 0.0
-    largest = weight.abs().max().clamp_min(torch.finfo(torch.float64).tiny)
-    return float((_exact(layer.weight) - weight).abs().max() / largest)
 
 
 def _drop_scale(model: nn.Module, path: str) -> None:
