@@ -119,9 +119,8 @@ class Plan:
 
     def to_json(self) -> str:
         """Canonical text: equal plans give equal bytes."""
-        data = {f.name: getattr(self, f.name) for f in fields(self)}
-        if not self.padded:
-            del data["padded"]  # the key is newer than the format: plans without it keep their hash
+        # The key `padded` is newer than the format: plans without it keep their hash.
+        data = {key: value for key, value in vars(self).items() if key != "padded" or value}
         return json.dumps(data, indent=1, sort_keys=True) + "\n"
 
     @property

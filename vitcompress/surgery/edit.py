@@ -79,8 +79,7 @@ def segments_of(spaces: Iterable[Space], kept: Mapping[str, tuple[int, ...]]) ->
 def select_positions(tensor: Tensor, by_dim: Mapping[int, list[Segment]]) -> Tensor:
     """The positions to keep along each dimension: those of the segments, and everything between them."""
     for dim, segments in by_dim.items():
-        positions: list[int] = []
-        end = 0
+        positions, end = list[int](), 0
         for start, length, order in sorted(segments):
             positions += [*range(end, start), *order]
             end = start + length

@@ -77,10 +77,7 @@ def _fold(model: nn.Module, family: Family, name: str) -> FoldRecord:
 
 
 def fold_module(model: nn.Module, family: Family, name: str) -> None:
-    """Fold one FFN or LayerScale into a linear layer.
-
-    If the plan also removes the linear layer before a folded LayerScale, the LayerScale is only deleted.
-    """
+    """Fold one FFN or LayerScale into a linear layer; a LayerScale whose layer the plan removes is only deleted."""
     bias: Tensor | None
     if name in family.scales(model):
         (layer,), gamma = _linear_layers(model, family, name), _exact(scale_parameter(model, name))

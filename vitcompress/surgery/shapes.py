@@ -39,9 +39,7 @@ def planned_tensors(dense: nn.Module, plan: Plan) -> tuple[PlannedTensor, ...]:
     removed = tuple(_removed_modules(family, family.sites(dense), plan))
     ffns = {site.name for site in family.sites(dense) if site.kind == "ffn"}
     pairs = {name: pair for name in plan.folded if name in ffns and (pair := family.linear_pair(dense, name))}
-    rows = [
-        row for ffn, pair in pairs.items() if not is_within(ffn, removed) for row in _folded(ffn, pair, before, after)
-    ]
+    rows = [row for ffn, pair in pairs.items() for row in _folded(ffn, pair, before, after)]
     members = {member for pair in pairs.values() for member in pair}
     for name, shape in before.items():
         if is_within(name, removed):
@@ -55,8 +53,7 @@ def _folded(ffn: str, pair: tuple[str, str], before: Shapes, after: Shapes) -> I
     """W2 W1 and W2 b1 + b2, which replace two layers."""
     outputs, inputs = after[f"{pair[1]}.weight"][0], after[f"{pair[0]}.weight"][1]
     for leaf, shape in (("weight", (outputs, inputs)), ("bias", (outputs,))):
-        parts = {name: before[name] for layer in pair if (name := f"{layer}.{leaf}") in before}
-        if parts:
+        if parts := {name: before[name] for layer in pair if (name := f"{layer}.{leaf}") in before}:
             yield PlannedTensor(f"{ffn}.{leaf}", parts, shape, "folded")
 
 
@@ -69,8 +66,7 @@ def sliced_shapes(before: Shapes, dense: nn.Module, family: Family, plan: Plan) 
             sizes[dim] -= sum(length - len(kept) for _, length, kept in segments)
         after[name] = tuple(sizes)
     for site in family.sites(dense):
-        pair = family.linear_pair(dense, site.gates) if site.gates and site.name in plan.removed else None
-        if pair:
+        if site.gates and site.name in plan.removed and (pair := family.linear_pair(dense, site.gates)):
             hidden = after[f"{pair[1]}.weight"][1]
             own = [name for leaf in ("weight", "bias") if (name := f"{pair[0]}.{leaf}") in after]
             after |= {name: (hidden, *after[name][1:]) for name in own}

@@ -68,12 +68,10 @@ def _cut(model: nn.Module, family: Family, target: Target, removed: Sequence[str
 def _delta(base: Plan, target: Target, removed: Sequence[str], orders: Mapping[Component, Sequence[int]]) -> Plan:
     """The plan that drops `removed` and cuts the components. orders: their channels, the least important first."""
     kept: dict[str, tuple[int, ...]] = {}
-    heads: dict[str, int] = {}
     for component, order in orders.items():
-        width, count = target.sizes[component.name]
-        if count != component.spaces[0].heads:
-            heads[component.name] = count
-        kept |= dict.fromkeys((space.name for space in component.spaces), best(order, width, target.parts(component)))
+        channels = best(order, target.sizes[component.name][0], target.parts(component))
+        kept |= dict.fromkeys((space.name for space in component.spaces), channels)
+    heads = {own.name: count for own in orders if (count := target.sizes[own.name][1]) != own.spaces[0].heads}
     standard = {"arch": target.arch, "args": target.arch_args} if target.stages else {}
     return base.delta(removed=dict.fromkeys(removed, "drop"), kept=kept, heads=heads, standard=standard)
 
