@@ -383,6 +383,28 @@ def test_models_of_transformers(case: str) -> None:
         assert (about.mean, about.interpolation, about.crop_mode) == ((0.1, 0.2, 0.3), "bilinear", "squash")
 
 
+@pytest.mark.parametrize("source", ["save_model", "timm", "transformers"])
+def test_distilled_weights_without_a_classifier(source: str, tmp_path: Path) -> None:
+    """Their distillation token became a register."""
+    arch, path = "deit_tiny_distilled_patch16_224", tmp_path / "a.pth"
+    model = create_model(arch, {**OWN, "num_classes": 0})
+    if source == "save_model":
+        save_model(model, path := tmp_path / "saved")
+    elif source == "timm":
+        torch.save(model.state_dict(), path)
+    else:  # DeiTModel
+        tensors = load_file(TRANSFORMERS / "deit_distilled/model.safetensors")
+        torch.save({name: tensor for name, tensor in tensors.items() if "classifier" not in name}, path)
+        folder = TRANSFORMERS / "deit_distilled"
+        model = create_model(arch, {**resolve_model(arch, {}, folder).arch_args, "num_classes": 0}, folder)
+    loaded: Any = create_named(f"{arch}?num_heads=4&num_classes=0", path)
+    x = torch.randn(1, *input_config(model).size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(loaded(x), model(x))
+    with pytest.raises(WeightsError, match="distilled DeiT"):
+        resolve_model(VIT, {"num_heads": 4}, path)
+
+
 @pytest.mark.parametrize("kind", ["vit", "swin"])
 def test_models_of_torchvision(kind: str, tmp_path: Path) -> None:
     """Their names of tensors were unknown."""

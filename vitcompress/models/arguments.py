@@ -127,7 +127,7 @@ KINDS: tuple[tuple[str, type[nn.Module] | None, str], ...] = (
     ("BEiT", beit.Beit, SHARED_TABLE),
     ("EVA or DINOv3", eva.Eva, f"{FIRST}gamma_1"),
     ("EVA", eva.Eva, f"{FIRST}attn.q_proj.weight"),
-    ("distilled DeiT", vision_transformer.VisionTransformer, "head_dist.weight"),
+    ("distilled DeiT", vision_transformer.VisionTransformer, "dist_token"),
     ("ViT", vision_transformer.VisionTransformer, f"{FIRST}attn.qkv.weight"),
     ("ConvNeXt", None, "stages.0.blocks.0.conv_dw.weight"),
     ("ResNet", None, "layer1.0.conv1.weight"),

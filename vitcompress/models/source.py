@@ -181,7 +181,7 @@ def _arguments(
     differing = {n: v for n, v in values.items() if sources[n] != RECIPE and _as_list(v) != _as_list(have.get(n))}
     kind, similar = describe_shapes(shapes)
     has_other_blocks = base and kind and not seen.keys() & {"depth", "depths"}
-    has_other_heads = ("head_dist.weight" in shapes) != hasattr(default, "head_dist")
+    has_other_heads = ("dist_token" in shapes) != hasattr(default, "dist_token")
     has_other_width = similar is not None and "embed_dim" in differing.keys() - own.keys()
     if has_other_blocks or has_other_heads or has_other_width:
         message = f"{weights} contains {kind or 'an unknown architecture'}; the recipe's model is {arch}"

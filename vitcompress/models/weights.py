@@ -177,8 +177,9 @@ def _locate(weights: str) -> tuple[str, Path, Path]:
 def to_timm(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors with timm's names, from a layout of transformers or torchvision; unchanged in other layouts.
 
-    The projections of q, k and v are joined. The epsilon of transformers' norms, 1e-12 instead of timm's 1e-6, changes
-    outputs by a few units in the sixth digit.
+    The projections of q, k and v are joined. A distillation token that has no classifier beside that of the class token
+    becomes a register. The epsilon of transformers' norms, 1e-12 instead of timm's 1e-6, changes outputs by a few units
+    in the sixth digit.
     """
     if any(name.endswith((TRANSFORMERS, *TORCHVISION)) for name in tensors):
         parts: dict[str, list[Tensor]] = defaultdict(list)
@@ -188,7 +189,7 @@ def to_timm(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
                 name = re.sub(pattern, replacement, name)
             parts[name].append(tensors[old])
         tensors = {n: torch.cat(few) if len(few) > 1 else few[0] for n, few in parts.items() if not UNUSED.search(n)}
-    if "dist_token" in tensors and "head_dist.weight" not in tensors:  # a token without a classifier is a register
+    if "dist_token" in tensors and "head.weight" in tensors and "head_dist.weight" not in tensors:
         tensors["reg_token"] = tensors.pop("dist_token")
     if "register_tokens" in tensors:  # DINOv2: only the class token has a position
         positions = tensors["pos_embed"]
