@@ -26,6 +26,7 @@ from vitcompress.methods.options import AllocationOptions, CollectionOptions
 from vitcompress.methods.table import METHODS
 from vitcompress.models.create import create_model
 from vitcompress.plan import Plan
+from vitcompress.training.distributed import Runtime
 
 GRAY = {"in_chans": 1, "num_classes": CLASSES}
 ARCHS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -56,7 +57,7 @@ ARCHS: dict[str, tuple[str, dict[str, Any]]] = {
 PVT_SENTENCE = r"PVTv2's MLP has a depth-wise 3x3 convolution and cannot be folded exactly"
 
 
-def world(name: str, folder: Path) -> tuple[nn.Module, Context]:
+def world(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Context]:
     """A model of three blocks with random weights, and the context of a step."""
     arch, args = ARCHS[name]
     vit = create_model(arch, {**args, **GRAY}, seed=1)
@@ -64,8 +65,8 @@ def world(name: str, folder: Path) -> tuple[nn.Module, Context]:
     with torch.no_grad():
         for parameter in vit.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.15)
-    arguments = {**args, **GRAY}
-    return vit, context(folder, vit, plan=Plan(arch, arguments))
+    vit, arguments = vit.to(dtype), {**args, **GRAY}
+    return vit, context(folder, vit, plan=Plan(arch, arguments), runtime=Runtime(torch.device("cpu"), dtype=dtype))
 
 
 def pixels() -> torch.Tensor:
@@ -124,9 +125,10 @@ def means_of(vit: nn.Module, around: Context) -> dict[str, torch.Tensor]:
     return depth.gate_means(vit, around, {site.name for site in activations}, depth.BypassOptions())
 
 
-def test_the_mean_of_a_gate_is_handed_over_with_the_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_mean_of_a_gate_is_handed_over_with_the_weights(dtype: torch.dtype, tmp_path: Path) -> None:
     """What is deployed multiplies the values with the mean of the gate over training images."""
-    vit, around = world("swiglu", tmp_path)
+    vit, around = world("swiglu", tmp_path, dtype)
     options = depth.DepthOptions(pruned_layers=1)
     plan = depth.record_choice(vit, around, {"activation": [1]}, options)
     means = means_of(vit, around)["blocks.1.mlp"]
@@ -137,14 +139,15 @@ def test_the_mean_of_a_gate_is_handed_over_with_the_weights(tmp_path: Path) -> N
             vit(seen)
     handle.remove()
     measured = torch.cat(gates)
-    # Two means of n float32 numbers, one summed in float64: apart by roundings of the sums' size.
-    bound = len(measured) * 2.0**-24 * measured.abs().mean(0) + 2.0**-24
+    # Two means of n numbers of this type, one summed in float64: apart by roundings of the sums' size.
+    half = torch.finfo(dtype).eps / 2
+    bound = len(measured) * half * measured.abs().mean(0) + half
     assert bool(((means - measured.mean(0)).abs() <= bound).all())
     weights = load_tensors(tmp_path / LEFT_WEIGHTS)
     vit.load_state_dict(weights, strict=True)
     small = surgery.apply_to_copy(vit, plan)
-    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(3))
-    fresh, _ = world("swiglu", tmp_path)
+    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(3)).to(dtype)
+    fresh, _ = world("swiglu", tmp_path, dtype)
     before = fresh.blocks[1].mlp
     with torch.no_grad():
         values = before.fc1(x)[..., 32:]

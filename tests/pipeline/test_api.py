@@ -198,6 +198,17 @@ def test_a_scale_that_a_finished_plan_has_reset_is_not_reset_again(tmp_path: Pat
     assert torch.equal(dense.state_dict()["blocks.0.attn.qkv.weight"], after)
 
 
+def test_gates_that_a_finished_plan_has_frozen_are_not_frozen_again(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"folder": tmp_path, "activation": [0], "device": "cpu"}
+    gated = vc.create_model("vit_giant_patch14_dinov2", num_classes=4, mlp_ratio=4.0, **ARGS).double()
+    before = gated.state_dict()["blocks.0.mlp.fc2.weight"].clone()
+    plan = vc.plan(gated, "fixed", batches(), **options)
+    after = gated.state_dict()["blocks.0.mlp.fc2.weight"].clone()
+    assert not torch.equal(after, before)
+    assert vc.plan(gated, "fixed", batches(), **options) == plan
+    assert torch.equal(gated.state_dict()["blocks.0.mlp.fc2.weight"], after)
+
+
 @pytest.mark.parametrize("method", ["sero", "recover"])
 def test_methods_that_train_leave_the_parameters_of_the_model(method: str) -> None:
     """An optimizer or an average that the caller has refers to them, and a model on a GPU stays there."""

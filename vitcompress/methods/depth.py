@@ -118,15 +118,19 @@ def record_choice(model: nn.Module, context: Context, chosen: Blocks, options: B
     removed = {kind: sorted(chosen.get(kind, ())) for kind in KINDS}
     plan = plan_layers(model, context.plan, removed, options)
     both = sorted(set(removed["attention"]) & set(removed["activation"]))
-    # A block that lost both is affine up to its norms: that changes the network, so these blocks are named.
-    context.memo("choice", lambda: {**removed, "both": both})
+
+    def freeze() -> Any:  # once: a repeated step reads the gates of another model
+        means = gate_means(model, context, plan.removed, options)
+        if means and context.fades:
+            context.memo(MEAN_GATES, lambda: {ffn: mean.tolist() for ffn, mean in means.items()})
+        elif means:
+            context.hand_over(freeze_gates(deepcopy(model), means))
+        # A block that lost both is affine up to its norms: that changes the network, so these blocks are named.
+        return {**removed, "both": both}
+
+    context.memo("choice", freeze)
     blocks = f"attention of blocks {removed['attention']}, activation of blocks {removed['activation']}"
     context.progress.note(f"removed: {blocks}" + (f" (both in {both})" if both else ""))
-    means = gate_means(model, context, plan.removed, options)
-    if means and context.fades:
-        context.memo(MEAN_GATES, lambda: {ffn: mean.tolist() for ffn, mean in means.items()})
-    elif means:
-        context.hand_over(freeze_gates(deepcopy(model), means))
     return plan
 
 
@@ -188,7 +192,7 @@ def gate_means(model: nn.Module, context: Context, names: Collection[str], optio
         for images, _ in calibration_images(context, GATE_IMAGES):
             copy(images)
     summed = {ffn: context.runtime.all_sum(totals[ffn]) for ffn in gates.values()}
-    return {ffn: (total[:-1] / total[-1]).float() for ffn, total in summed.items()}
+    return {ffn: (total[:-1] / total[-1]).to(context.runtime.dtype) for ffn, total in summed.items()}
 
 
 def freeze_gates(model: nn.Module, means: Mapping[str, Tensor]) -> nn.Module:
