@@ -46,7 +46,7 @@ def test_arguments_must_be_json() -> None:
     with pytest.raises(PlanError, match="plain data"):
         Plan("deit_tiny_patch16_224", {"norm_layer": object()})
     with pytest.raises(PlanError, match="plain data"):
-        Plan("deit_tiny_patch16_224", standard={"arch": "deit_tiny_patch16_224", "args": {"depth": np.int64(3)}})
+        Plan("deit_tiny_patch16_224", standard={"arch": "deit_tiny_patch16_224", "args": {"depth": np.float32(3)}})
 
 
 @pytest.mark.parametrize("edits", [{"kept": {"blocks.0.v": (0.5,)}}, {"heads": {"blocks.0.attn": 2.5}}])
@@ -79,7 +79,7 @@ def test_a_plan_does_not_change_with_the_arguments_of_the_caller() -> None:
 
 def test_numbers_of_numpy_become_those_of_python() -> None:
     counted, plain = (
-        Plan("any", kept={"blocks.0.v": (kind(0), kind(1))}, heads={"blocks.0.attn": kind(2)})
+        Plan("any", {"depth": kind(2)}, kept={"blocks.0.v": (kind(0), kind(1))}, heads={"blocks.0.attn": kind(2)})
         for kind in (np.int64, int)
     )
     assert counted == plain and counted.digest == plain.digest

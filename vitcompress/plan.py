@@ -80,7 +80,8 @@ class Plan:
             tables = {key: dict(getattr(self, key)) for key in MAPPINGS}
             kept = {str(space): tuple(map(index, channels)) for space, channels in tables.pop("kept").items()}
             heads = {str(name): index(count) for name, count in tables.pop("heads").items()}
-            plain, lists = json.loads(json.dumps(tables)), {key: tuple(map(str, getattr(self, key))) for key in LISTS}
+            lists = {key: tuple(map(str, getattr(self, key))) for key in LISTS}
+            plain = json.loads(json.dumps(tables, default=index))  # of NumPy's integers
         except (TypeError, ValueError) as error:
             message = "a plan consists of tables and lists of plain data (JSON), kept and heads of whole numbers"
             raise PlanError(f"{message}: {error}") from None
