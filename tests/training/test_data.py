@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from timm.data import create_dataset
 from torchvision import transforms
 
 from vitcompress.errors import DataError, InputError
@@ -224,6 +225,27 @@ def test_all_sources_use_the_same_decoders(source: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"image .*cannot be read"):
         splits = open_data(DataOptions(source, str(root), heldout=0.0, test_split="val"), seed=0)
         [splits.train[i] for i in range(6)]
+
+
+@pytest.mark.parametrize(
+    "spoil", [lambda path: path.symlink_to("/nowhere"), lambda path: path.write_bytes(b"no image")]
+)
+def test_timm_never_replaces_an_unreadable_image_by_the_next_one(spoil: Callable[[Path], Any], tmp_path: Path) -> None:
+    root = image_folder(tmp_path, {"train": {"a": 3, "b": 3}, "val": {"a": 2, "b": 1}})
+    spoil(root / "val/a/9.png")
+    own = create_dataset(
+        "", str(root), "val", transform=transforms.ToTensor(), target_transform=lambda label: 1 - label
+    )
+    sources = [
+        open_data(DataOptions(source, str(root), test_split="val"), 0).test
+        for source in ("timm:", "timm:torch/image_folder")
+    ]
+    for images in (*sources, as_images(own)):
+        assert [int(images[i][1]) for i in (0, 1, 3)] == images.labels[[0, 1, 3]].tolist()
+        with pytest.raises(DataError, match=r"cannot be read: ") as caught:
+            images[2]
+        assert "9.png" in caught.value.message
+    assert images.prepared and images.labels.tolist() == [1, 1, 1, 0] and images[3][0].shape == (3, 5, 6)
 
 
 @pytest.mark.parametrize("source", ["timm:", "timm:torch/image_folder"])

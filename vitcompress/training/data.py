@@ -197,7 +197,7 @@ def _timm(options: DataOptions) -> Splits:
     for split in (splits := (options.train_split or "train", options.test_split or "validation")):
         try:
             dataset: Any = create_dataset(name, root=options.path, split=split)
-            dataset.load_bytes, dataset.loader = True, datasets.decode  # of timm and torchvision
+            dataset.loader = datasets.decode  # of torchvision
             parts.append(MappedImages(dataset, f"data source timm:{name}"))
         except (RuntimeError, OSError, ValueError, TypeError, AssertionError, ImportError) as error:
             message = f"data source timm:{name} split {split!r} at {options.path} cannot be opened: {first_line(error)}"

@@ -3,7 +3,6 @@
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from io import BytesIO
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
@@ -11,6 +10,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import numpy as np
 import torch
 from PIL import Image
+from timm.data import ImageDataset
 from torch import Tensor
 from torch.utils.data import IterableDataset
 from torchvision.datasets.folder import make_dataset
@@ -109,27 +109,26 @@ class MappedImages(Images):
     """
 
     def __init__(self, dataset: Any, name: str) -> None:
-        self.name = name
+        self.dataset, self.name = dataset, name
         if not is_map_style(dataset, name):
             message = f"{name} is a stream; images must be reachable by index"
             raise DataError(message, hint="use an image folder, torch/... or hfds/...")
         try:
-            item: Any = dataset[0]
-            if not isinstance(item, tuple | list):
+            if not isinstance(item := self._read(0), tuple | list):
                 raise TypeError(f"an item is of type {type(item).__name__}")
             samples = getattr(getattr(dataset, "reader", None), "samples", None) or ()
             labels = dataset.targets if hasattr(dataset, "targets") else [sample[1] for sample in samples]
             if len(labels) != len(dataset):
-                labels = [dataset[i][1] for i in range(len(dataset))]  # with the target_transform
+                labels = [self._read(i)[1] for i in range(len(dataset))]  # with the target_transform
             elif transform := getattr(dataset, "target_transform", None):
                 labels = [transform(label) for label in np.asarray(labels).tolist()]
-            self.dataset, self.labels = dataset, np.asarray(labels, np.int64)
+            self.labels = np.asarray(labels, np.int64)
             if self.labels.ndim != 1 or (self.labels != np.asarray(labels)).any():
                 raise ValueError("a label is not a whole number")
             self.digest = tensors_digest([torch.from_numpy(self.labels)])  # images may be different at every access
             image, _ = item
             self.prepared = isinstance(image, Tensor)
-            if not (image.is_floating_point() if self.prepared else isinstance(image, Image.Image | bytes)):
+            if not (image.is_floating_point() if self.prepared else isinstance(image, Image.Image)):
                 raise ValueError(f"images of {getattr(image, 'dtype', type(image).__name__)}")
         except (TypeError, ValueError, LookupError) as error:
             hint = "return a PIL image or a normalized tensor (C, H, W), and the index of its class"
@@ -139,8 +138,24 @@ class MappedImages(Images):
             decode(image, f"0 of {name}")
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        image, label = self.dataset[index]
+        image, label = self._read(index)
         return image if self.prepared else decode(image, f"{index} of {self.name}"), int(label)
+
+    def _read(self, index: int) -> Any:
+        """An item. timm's `ImageDataset` returns the next one for a file that cannot be read; its reader does not."""
+        data = self.dataset
+        if type(data).__getitem__ is not ImageDataset.__getitem__:
+            return data[index]
+        try:
+            file, label, *_ = data.reader[index]
+        except OSError as error:
+            message = f"image {index} of {self.name} cannot be read: {error}"
+            raise DataError(message, hint="remove or replace it") from error
+        with file:
+            image = decode(file, data.filename(index, absolute=True))
+        image = image.convert(data.input_img_mode or image.mode)
+        image = data.transform(image) if data.transform else image
+        return image, data.target_transform(label) if data.target_transform else label
 
 
 def is_map_style(data: Any, name: str = "the data set") -> bool:
@@ -230,13 +245,12 @@ def class_names(folder: Path) -> tuple[str, ...]:
 
 
 def decode(file: Any, name: str = "") -> Image.Image:
-    """The image in `file` (a path, bytes, a binary file), gray or RGB; one of Pillow as it is. name: for errors.
+    """The image in `file` (a path, a binary file), gray or RGB; one of Pillow as it is. name: for errors.
 
     Raises DataError, also for pixels of more than 8 bits.
     """
     try:
-        source = BytesIO(file) if isinstance(file, bytes) else file
-        with nullcontext(file) if isinstance(file, Image.Image) else Image.open(source, formats=_FORMATS) as image:
+        with nullcontext(file) if isinstance(file, Image.Image) else Image.open(file, formats=_FORMATS) as image:
             if image.width * image.height > _MOST_PIXELS:
                 raise ValueError(f"{image.width} x {image.height} pixels are more than {_MOST_PIXELS:,}")
             if image.mode[0] in "IF":  # Pillow clips them to 255
