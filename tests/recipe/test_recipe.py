@@ -363,6 +363,7 @@ def test_a_teacher_is_used_unless_distillation_is_none(file: Path) -> None:
         ("data.path=mine", "set data.source"),
         ("data.train_split=train", "set data.source"),
         ("data.test_split=validation", "set data.source"),
+        ("data.broken=skip", "set data.source to imagefolder"),
         ("finetune.teacher_weights=mine.pth", "to a timm name"),
     ],
 )

@@ -142,6 +142,8 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
     data, dense, finetune = recipe.data, recipe.dense, recipe.finetune
     if data.source in BUILT_IN and (wrong := [n for n in ("path", "train_split", "test_split") if getattr(data, n)]):
         yield f"data.{wrong[0]}   has no effect on {data.source}: set data.source, as in imagefolder"
+    if data.broken == "skip" and data.source != "imagefolder":
+        yield f"data.broken   has no effect on {data.source}: set data.source to imagefolder, or omit it"
     if recipe.model.weights == "train" and dense is None:
         yield 'dense   model.weights = "train" needs a [dense] table with the training options'
     if recipe.model.weights != "train" and dense is not None:

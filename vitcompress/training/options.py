@@ -38,7 +38,7 @@ class DataOptions(Preprocessing):
     workers: Annotated[Workers, Doc("processes that load images; 0: the main process loads them")] = 0
     broken: Annotated[
         Literal["error", "skip"],
-        Doc("images that cannot be read: `skip` leaves them out, and decodes all images first"),
+        Doc("images of an imagefolder that cannot be read: `skip` leaves them out, and decodes all images first"),
     ] = "error"
 
 
