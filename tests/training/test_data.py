@@ -196,12 +196,16 @@ def test_unreadable_training_and_test_images_are_listed_together(tmp_path: Path)
     [
         (DataOptions("imagefolder"), "no data folder"),
         (DataOptions("imagefolder", "/nowhere/at/all"), "/nowhere/at/all does not exist"),
-        (DataOptions("imagenet"), "'imagenet' is not known"),
+        (DataOptions("imagenet"), "'imagenet' is not supported"),
         (
             DataOptions("timm:torch/cifar10", "/nowhere"),
             "timm:torch/cifar10 split 'train' at /nowhere cannot be opened",
         ),
         (DataOptions("timm:torch/nonsense", "/nowhere"), "Unknown torchvision dataset nonsense"),
+        *(
+            (DataOptions(f"timm:{reader}/NAME"), "is not supported")
+            for reader in ("hfds", "HFDS", "hfids", "tfds", "wds")
+        ),
     ],
 )
 def test_bad_sources_are_rejected(options: DataOptions, message: str) -> None:
@@ -254,6 +258,18 @@ def test_a_timm_data_set_is_read_through_timm(source: str, tmp_path: Path) -> No
     splits = open_data(DataOptions(source, str(root), heldout=0.0, test_split="val"), seed=0)
     assert splits.classes == ("a", "b") and splits.test.labels.tolist() == [0, 0, 1]
     assert splits.train[5][0].getpixel((0, 0)) == (2, 0, 0)
+
+
+def test_an_archive_is_rejected_as_a_source_and_is_a_data_set_of_its_own(tmp_path: Path) -> None:
+    """timm would read the same archive for both splits."""
+    image_folder(tmp_path / "images", {"train": {"a": 3, "b": 3}, "val": {"a": 2, "b": 1}})
+    archive = Path(shutil.make_archive(str(tmp_path / "all"), "tar", tmp_path / "images/train"))
+    for options in (DataOptions("timm:", str(archive)), DataOptions("timm:", str(tmp_path), train_split="all.tar")):
+        with pytest.raises(DataError, match=r"all\.tar is a file, not a folder of images") as caught:
+            open_data(options, seed=0)
+        assert "unpack it" in str(caught.value.hint)
+    images = as_images(create_dataset("", str(archive)))
+    assert images.labels.tolist() == [0, 0, 0, 1, 1, 1] and images[5][0].getpixel((0, 0)) == (2, 0, 0)
 
 
 @pytest.mark.parametrize("source", ["timm:", "timm:torch/image_folder"])

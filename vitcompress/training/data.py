@@ -3,6 +3,7 @@
 A data set is checked when it is opened, before any training.
 """
 
+import re
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -122,9 +123,10 @@ def _open(options: DataOptions) -> Splits:
         return _built_in(options.source)
     if options.source == "imagefolder":
         return _image_folder(options)
-    if options.source.startswith("timm:"):
+    if re.match("timm:(torch/|[^/]*$)", options.source):
         return _timm(options)
-    raise DataError(f"data source {options.source!r} is not known", hint="use digits, tinted, imagefolder or timm:NAME")
+    hint = "use digits, tinted, imagefolder, timm: or timm:torch/NAME; other readers of timm may download files"
+    raise DataError(f"data source {options.source!r} is not supported", hint=hint)
 
 
 @cache
@@ -192,9 +194,14 @@ def check_classes(name: str, classes: tuple[str, ...], train: Images | None) -> 
 
 
 def _timm(options: DataOptions) -> Splits:
-    """Any map-style data set that timm can build; nothing is downloaded."""
+    """timm's image folders and data sets of torchvision; nothing is downloaded."""
     name, parts = options.source.removeprefix("timm:"), []
-    for split in (splits := (options.train_split or "train", options.test_split or "validation")):
+    splits = (options.train_split or "train", options.test_split or "validation")
+    for path in (user_path(options.path or "") / name for name in ("", *splits)):
+        if path.is_file():  # an archive: timm would read it for both splits
+            hint = f"unpack it: data.path is a folder with {splits[0]}/CLASS and {splits[1]}/CLASS"
+            raise DataError(f"{path} is a file, not a folder of images", hint=hint)
+    for split in splits:
         try:
             dataset: Any = create_dataset(name, root=options.path, split=split)
             dataset.loader = datasets.decode  # of torchvision

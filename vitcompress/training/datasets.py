@@ -110,14 +110,12 @@ class MappedImages(Images):
 
     def __init__(self, dataset: Any, name: str) -> None:
         self.dataset, self.name = dataset, name
-        if not is_map_style(dataset, name):
-            message = f"{name} is a stream; images must be reachable by index"
-            raise DataError(message, hint="use an image folder, torch/... or hfds/...")
+        is_map_style(dataset, name)  # raises DataError if it is empty
         try:
             if not isinstance(item := self._read(0), tuple | list):
                 raise TypeError(f"an item is of type {type(item).__name__}")
-            samples = getattr(getattr(dataset, "reader", None), "samples", None) or ()
-            labels = dataset.targets if hasattr(dataset, "targets") else [sample[1] for sample in samples]
+            source = dataset if hasattr(dataset, "targets") else getattr(dataset, "reader", None)
+            labels = getattr(source, "targets", [sample[1] for sample in getattr(source, "samples", ())])
             if len(labels) != len(dataset):
                 labels = [self._read(i)[1] for i in range(len(dataset))]  # with the target_transform
             elif transform := getattr(dataset, "target_transform", None):

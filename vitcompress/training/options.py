@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 BUILT_IN = ("digits", "tinted")  # sources that need no files
 _SOURCES = (
-    "`digits` or `tinted` (built in, from scikit-learn), `imagefolder` (`path`/<split>/<class>/<image>), `timm:NAME` "
-    "(data set in `path`)"
+    "`digits` or `tinted` (built in, from scikit-learn), `imagefolder` (`path`/<split>/<class>/<image>), `timm:` "
+    "(timm's reader of such folders), `timm:torch/NAME` (torchvision's data set in `path`); nothing is downloaded"
 )
 POLICY = Matching(r"^((original|v0)r?|3a|rand|augmix)(-(inc|mmax|[a-z])\d{1,2}(\.\d+)?|-mstd[\d.]+)*$")
 Share = Annotated[float, Ge(0), Le(1)]
