@@ -110,7 +110,7 @@ def plan(
             batches, which is read into memory. Methods that rank by weights alone need none.
         device: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`, or a torch.device.
         folder: for measurements and training states, so that a stopped call with the same arguments can continue; None:
-            a temporary folder.
+            a temporary folder. Data sets are compared by their labels and eight images, batches by 1000 images.
         training: fields of `TrainOptions` for methods that train. Those that only measure use at most its `batch_size`.
         options: of the method (`vitcompress recipes keys NAME`), all with defaults; with `target="latency"` and
             `amount` in ms, the sizes are chosen by measurements on this machine.
@@ -193,7 +193,7 @@ def finetune(  # noqa: PLR0913 (each argument is public and has a default)
         val_data: evaluated after epochs, of the same kinds.
         teacher: model for distillation; `distillation="soft"` is then the default.
         folder: of the training state: the same call continues a stopped training, or repeats a complete one. None: a
-            temporary folder.
+            temporary folder. Data sets are compared by their labels and eight images, batches only if they are a list.
         options: fields of `TrainOptions`, such as `epochs`, `batch_size`, `lr`, `distillation`.
 
     Raises:

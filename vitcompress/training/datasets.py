@@ -1,5 +1,6 @@
 """Labeled images: in memory, in class folders, and any map-style data set."""
 
+import random
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -105,7 +106,7 @@ class MappedImages(Images):
     """A map-style data set of (image, class) pairs: timm's, torchvision's or the user's own.
 
     Its images are PIL images, or tensors (C, H, W) that are normalized for the model. Labels come from its attribute
-    `targets` or from timm's reader; without one label for each item there, every item is read once.
+    `targets` or from timm's reader; if neither has one label per item, every item is read once.
     """
 
     def __init__(self, dataset: Any, name: str) -> None:
@@ -123,7 +124,6 @@ class MappedImages(Images):
             self.labels = np.asarray(labels, np.int64)
             if self.labels.ndim != 1 or (self.labels != np.asarray(labels)).any():
                 raise ValueError("a label is not a whole number")
-            self.digest = tensors_digest([torch.from_numpy(self.labels)])  # images may be different at every access
             image, _ = item
             self.prepared = isinstance(image, Tensor)
             if not (image.is_floating_point() if self.prepared else isinstance(image, Image.Image)):
@@ -134,10 +134,22 @@ class MappedImages(Images):
             raise DataError(message, hint=hint) from error
         if not self.prepared:
             decode(image, f"0 of {name}")
+        samples = {self._sample_digest() for _ in range(2)}  # equal, unless transforms have a random state of their own
+        self.digest = tensors_digest([torch.from_numpy(self.labels)], samples.pop() if len(samples) == 1 else "")
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         image, label = self._read(index)
         return image if self.prepared else decode(image, f"{index} of {self.name}"), int(label)
+
+    def _sample_digest(self) -> str:
+        """A hash of at most eight images, the same for the same data; random states are as before."""
+        states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        try:
+            random.seed(0), np.random.seed(0), torch.default_generator.manual_seed(0)
+            images = [self[i][0] for i in np.linspace(0, len(self) - 1, min(8, len(self)), dtype=int).tolist()]
+        finally:
+            random.setstate(states[0]), np.random.set_state(states[1]), torch.set_rng_state(states[2])
+        return tensors_digest(image if self.prepared else torch.tensor(np.array(image)) for image in images)
 
     def _read(self, index: int) -> Any:
         """An item. timm's `ImageDataset` returns the next one for a file that cannot be read; its reader does not."""
