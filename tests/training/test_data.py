@@ -489,6 +489,12 @@ class Noisy(Pairs):
         return self.images[index] + torch.as_tensor(noise, dtype=torch.float32), int(self.targets[index])
 
 
+def test_an_image_without_pixels_is_rejected() -> None:
+    for pairs in ([(Image.new("L", (0, 0)), 0)], [(Image.new("L", (4, 4)), 0)] * 3 + [(Image.new("L", (4, 0)), 1)]):
+        with pytest.raises(DataError, match=r"of the data set cannot be read: \d x 0 pixels are not from 1 to 89,478"):
+            as_images(pairs)
+
+
 @pytest.mark.parametrize("kind", [Pairs, Noisy, "pillow"])
 def test_the_digest_of_a_data_set_follows_its_images(kind: Any) -> None:
     def digest(images: torch.Tensor) -> str:

@@ -257,12 +257,12 @@ def class_names(folder: Path) -> tuple[str, ...]:
 def decode(file: Any, name: str = "") -> Image.Image:
     """The image in `file` (a path, a binary file), gray or RGB; one of Pillow as it is. name: for errors.
 
-    Raises DataError, also for pixels of more than 8 bits.
+    Raises DataError, also for gray pixels of more than 8 bits; Pillow reads colors of more with 8.
     """
     try:
         with nullcontext(file) if isinstance(file, Image.Image) else Image.open(file, formats=_FORMATS) as image:
-            if image.width * image.height > _MOST_PIXELS:
-                raise ValueError(f"{image.width} x {image.height} pixels are more than {_MOST_PIXELS:,}")
+            if not 0 < image.width * image.height <= _MOST_PIXELS:
+                raise ValueError(f"{image.width} x {image.height} pixels are not from 1 to {_MOST_PIXELS:,}")
             if image.mode[0] in "IF":  # Pillow clips them to 255
                 raise ValueError(f"its pixels have more than 8 bits (mode {image.mode}); convert it to 8 bits")
             return image if image is file else image.convert("L" if image.mode in ("1", "L") else "RGB")
