@@ -223,6 +223,17 @@ def test_images_in_subfolders_belong_to_the_class(source: str, tmp_path: Path) -
     assert np.bincount(splits.train.labels).tolist() == [3, 3]
 
 
+def test_hidden_files_and_folders_are_no_images(tmp_path: Path) -> None:
+    root = image_folder(tmp_path / ".data", {"train": {"a": 3, "b": 3}, "val": {"a": 2, "b": 1}})
+    before = open_data(DataOptions("imagefolder", str(root)), seed=0)
+    for file in ("._0.png", ".thumbs/0.png", ".thumbs/1.PNG"):
+        (root / "train/a" / file).parent.mkdir(exist_ok=True)
+        (root / "train/a" / file).write_bytes(b"no image")
+    for broken in ("error", "skip"):
+        after = open_data(DataOptions("imagefolder", str(root), broken=broken), seed=0)
+        assert after.digest == before.digest and not after.skipped and len(after.train) == len(before.train)
+
+
 @pytest.mark.parametrize("source", ["imagefolder", "timm:", "timm:torch/image_folder"])
 def test_all_sources_use_the_same_decoders(source: str, tmp_path: Path) -> None:
     root = image_folder(tmp_path, {"train": {"a": 3, "b": 3}, "val": {"a": 2, "b": 1}})

@@ -65,7 +65,7 @@ class ArrayImages(Images):
 
 
 class FolderImages(Images):
-    """One folder per class, images at any depth below; class indices follow `classes`.
+    """One folder per class, images at any depth below, but not hidden ones; class indices follow `classes`.
 
     Images of all classes, at most about 1000, are decoded at once to see whether they can be read; with `skip_broken`
     all of them are, and those that cannot be read are in `skipped` instead.
@@ -78,6 +78,7 @@ class FolderImages(Images):
             parts = [f"has no class {few(missing)}"] * bool(missing) + [f"has unknown class {few(extra)}"] * bool(extra)
             raise DataError(f"{folder} {' and '.join(parts)}", hint="train and test need the same class folders")
         samples = make_dataset(folder, {name: i for i, name in enumerate(classes)}, _SUFFIXES, allow_empty=True)
+        samples = [sample for sample in samples if "/." not in Path(sample[0]).relative_to(folder).as_posix()]
         samples.sort(key=lambda sample: natural_key(sample[0]))
         step = max(1, -(-len(samples) // _CHECKED_ON_OPENING))
         checked = [Path(file) for file, _ in samples[:: 1 if skip_broken else step]]
