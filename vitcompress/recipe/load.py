@@ -81,7 +81,7 @@ def build_recipe(source: str, data: dict[str, object], sets: Sequence[str] = ())
 
 
 def dense_settings(recipe: Recipe) -> dict[str, Any]:
-    """Every setting that the trained dense model depends on, as plain data."""
+    """The settings that identify the trained dense model. Without `workers`: with augmentation they change batches."""
     data = {key: value for key, value in asdict(recipe.data).items() if key != "workers"}
     run = {"seed": recipe.run.seed, "amp": recipe.run.amp}
     return {"model": asdict(recipe.model), "data": data, "dense": recipe.dense and asdict(recipe.dense), "run": run}

@@ -35,7 +35,10 @@ class DataOptions(Preprocessing):
     train_split: Annotated[str | None, Doc("name of the training split; None: train")] = None
     test_split: Annotated[str | None, Doc("name of the test split; None: val, validation or test")] = None
     heldout: Annotated[Fraction, Doc("share of the training images that are held out for choices")] = 0.1
-    workers: Annotated[Workers, Doc("processes that load images; 0: the main process loads them")] = 0
+    workers: Annotated[
+        Workers,
+        Doc("processes that load images, 0: the main one; with augmentation, the number is part of the random state"),
+    ] = 0
     broken: Annotated[
         Literal["error", "skip"],
         Doc("images of an imagefolder that cannot be read: `skip` leaves them out, and decodes all images first"),
