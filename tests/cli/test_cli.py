@@ -292,17 +292,19 @@ def test_only_the_first_process_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     assert invoke("recipes", "--json").stdout == ""
 
 
-def test_other_names_of_formats_and_precisions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names of other tools, in any case; in the environment, too."""
+def test_names_of_formats_precisions_and_devices_in_any_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the environment, too."""
     precision = lambda *words: export.make_context("export", ["tests", *words]).params["precision"]  # noqa: E731
     export = cli.main.commands["export"]
-    assert [precision("--precision", word) for word in ("half", "Float16", "fp16", "fp8")] == [*["fp16"] * 3, "fp8"]
-    formats = [export.make_context("export", ["tests", "--format", word]).params["format"] for word in ("ov", "engine")]
+    assert [precision("--precision", word) for word in ("FP16", "fp16", "Fastest")] == ["fp16", "fp16", "fastest"]
+    formats = [
+        export.make_context("export", ["tests", "--format", word]).params["format"] for word in ("OpenVINO", "trt")
+    ]
     assert formats == ["openvino", "trt"]
-    recipe = cli.main.commands["recipe"].make_context("recipe", ["x", "--export", "tensorrt,ov", "-o", "out", "-q"])
+    recipe = cli.main.commands["recipe"].make_context("recipe", ["x", "--export", "TRT,OpenVINO", "-o", "out", "-q"])
     assert recipe.params["export"] == ("trt", "openvino") and recipe.params["out"] == Path("out")
-    monkeypatch.setenv("VITCOMPRESS_RECIPE_DEVICE", "gpu:nine")
-    assert "gpu:nine" in invoke("recipe", "digits_hetdpt", "--dry-run").output
+    monkeypatch.setenv("VITCOMPRESS_RECIPE_DEVICE", "CUDA:nine")
+    assert "cuda:nine" in invoke("recipe", "digits_hetdpt", "--dry-run").output
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def verify(folder: Path, require_verified: bool, adopt: bool) -> int:
 
 @click.command()
 @click.argument("folder", type=PATH, metavar="DIR")
-@opt.option("--format", "onnx (default), openvino, trt or trt-rtx.", opt.parse_name, "FORMAT")
+@opt.option("--format", "onnx (default), openvino, trt or trt-rtx.", str.lower, "FORMAT")
 @opt.export_options
 @opt.option("--out -o", "File to write (default: in DIR).", FILE)
 @opt.flag("--dense", "Export the model before pruning, to compare with.")

@@ -13,11 +13,6 @@ from click.shell_completion import CompletionItem
 
 from vitcompress.io.files import user_path
 
-# Other names of formats, precisions and devices, and of providers.
-ALIASES = {
-    **{"engine": "trt", "tensorrt": "trt", "rtx": "trt-rtx", "ov": "openvino", "gpu": "cuda"},
-    **{"half": "fp16", "float16": "fp16", "bfloat16": "bf16", "float32": "fp32"},
-}
 PROVIDERS = {name.lower(): f"{name}ExecutionProvider" for name in ("CPU", "CUDA", "Tensorrt")}
 MOST = 2**20  # images of a call, and calls
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
@@ -66,13 +61,8 @@ def parse_list(convert: Callable[[str], Any], expected: str) -> Callable[[str], 
     return parse
 
 
-def parse_name(value: str) -> str:
-    """A format, precision or device in lower case, by its first name."""
-    return ALIASES.get(value.lower(), value.lower())
-
-
 parse_words = parse_list(str, "names")
-parse_formats = parse_list(parse_name, "formats")
+parse_formats = parse_list(str.lower, "formats")
 parse_capabilities = parse_list(lambda s: int(re.sub("^sm_?|[.]", "", s.lower())), "compute capabilities, as in 80,8.9")
 parse_batches = parse_list(click.IntRange(1, MOST), "numbers from 1 to 1048576, as in 1,8,64")
 parse_shares = parse_list(
@@ -132,10 +122,10 @@ def flag(names: str, help: str, **about: Any) -> Decorator:
 PARTS: Any = {"multiple": True, "callback": lambda ctx, param, parts: sum(parts, ()) or None}
 
 
-def precision_option(default: str, *names: str, parse: Callable[[str], str] = parse_name) -> Decorator:
+def precision_option(default: str, *names: str) -> Decorator:
     """--precision, one of `names`, which shells complete."""
-    help = f"{', '.join(names)} (default: {default})."
-    return option("--precision", help, parse, "PRECISION", shell_complete=complete_names(lambda: names))
+    help, kind = f"{', '.join(names)} (default: {default}).", click.Choice(names, case_sensitive=False)
+    return option("--precision", help, kind, "PRECISION")
 
 
 PRECISIONS = ["fp32", "tf32", "fp16", "bf16", "int8", "int8+bf16", "fp8", "fastest"]
@@ -143,7 +133,7 @@ METHODS = ["minmax", "percentile", "entropy", "mse"]
 GPUS = ["none", "ampere+", "same"]
 # Each option is a field of ExportOptions.
 export_options = add_options(
-    precision_option("fp32", *PRECISIONS, parse=lambda value: click.Choice(PRECISIONS)(parse_name(value))),
+    precision_option("fp32", *PRECISIONS),
     option("--opset", "ONNX operator set (default: chosen and recorded with the reason).", int),
     option("--batch", "Batch sizes of an engine (trt, trt-rtx).", parse_batch_range, "MIN:OPT:MAX"),
     option("--sm", "Compute capabilities, as in 80,89 (trt, trt-rtx).", parse_capabilities, "LIST", **PARTS),
@@ -179,7 +169,7 @@ preprocessing_options = add_options(
 DEVICE_HELP = "cpu, cuda, cuda:1, mps (default: cuda for engines and everything measured beside them, else cpu)."
 PROVIDER_HELP = "ONNX Runtime execution provider, such as CUDAExecutionProvider, or cpu, cuda, tensorrt."
 runner_options = add_options(
-    option("--device", DEVICE_HELP, parse_name, "DEVICE"),
+    option("--device", DEVICE_HELP, str.lower, "DEVICE"),
     option("--provider", PROVIDER_HELP, lambda value: PROVIDERS.get(value.lower(), value), "NAME"),
     option("--engine-cache", "Cache directory for engines built by ONNX Runtime's TensorRT providers.", FOLDER, "DIR"),
     option("--threads", "CPU threads of one call (default: the runtime's).", click.IntRange(1, 1024)),

@@ -27,7 +27,7 @@ from vitcompress.io.run_folder import RunFolder
 @opt.option("--model", "timm architecture, instead of the recipe's and its arguments.", metavar="NAME")
 @opt.option("--classes", "File of class names, one per line.", opt.FILE)
 @opt.set_option
-@opt.option("--device", "cpu, cuda, cuda:1, mps (default: the recipe's, else the best one).", opt.parse_name, "DEVICE")
+@opt.option("--device", "cpu, cuda, cuda:1, mps (default: the recipe's, else the best one).", str.lower, "DEVICE")
 @opt.dry_run_option
 @opt.flag("--structure-only", "No training and no scoring: cost and speed of a structure of the same size.")
 @opt.flag("--control", "Also train the dense model as long, with the same teacher and options, and compare.")
