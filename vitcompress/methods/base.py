@@ -336,7 +336,7 @@ class Method:
 
     Required:
         name: in recipes, as `method = "name"`.
-        summary: one line for `vitcompress recipes`.
+        summary: one line for the progress display and the JSON Schema.
         options: a frozen dataclass of the options that a recipe may set, each described by `Doc`.
         plan(model, context, options): a `context.plan.delta(...)` of what to remove from `model`. May train copies,
             leaves the model as it is, and keeps measurements with `context.memo`, so that a killed run can resume.

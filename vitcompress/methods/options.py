@@ -85,7 +85,7 @@ class CollectionOptions(FastTraining):
 @dataclass(frozen=True, kw_only=True)
 class AllocationOptions(DepthOptions):
     min_pruned_per_type: Annotated[
-        int, Ge(0), Doc("least layers of each type; 1 in the paper's listing, 0 in Algorithm 3")
+        int, Ge(0), Doc("smallest number of layers of each type to remove; 1 in the paper's listing, 0 in Algorithm 3")
     ] = 1
     tie_break: Annotated[
         Literal["faster", "none"],

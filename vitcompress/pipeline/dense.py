@@ -53,12 +53,12 @@ def check_source(job: Job) -> None:
     images = (read_manifest(job.dense_folder) or {}).get("images")
     if images and job.data is not None and images != job.data.digest:
         message = f"the images or labels of {job.data.name} are not those that {job.dense_folder} was created with"
-        raise DataError(message, hint="use those of then, or remove this folder and start over with --fresh")
+        raise DataError(message, hint="restore the original images, or delete this folder and start over with --fresh")
     before, weights = recorded_source(job), job.resolved.weights
     known = before and job.weights_problem is None and weights != "hub"  # which may need a network
     if known and (now := read_source(weights, job.base.arch))["sha256"] != before["sha256"]:
         message = "{} has other weights (sha256 {:.12}) than this run was started with, {} ({:.12})"
-        hint = "--fresh starts over with them; without it, use the weights of then"
+        hint = "--fresh starts over with them; without it, restore the original weights"
         raise WeightsError(message.format(*now.values(), *before.values()), hint=hint)
 
 

@@ -260,9 +260,9 @@ def record_accuracy(
     def add(files: RunFolder) -> None:
         names, own = list_names(files.path, reports.read_report(files.path)), load_recipe_of_run(files.recipe).data
         accuracy = read_record(files.accuracy, reports.ACCURACIES) or {}
-        known = {entry.get("images_digest", entry["total"]) for entry in accuracy.values() if "total" in entry}
-        digest, total = evaluation["rows"][0]["images_digest"], evaluation["images"]
-        same = known <= {digest, total} and (digest in known or used == (own.source, own.path, own.test_split))
+        known = {entry.get("images_digest") for entry in accuracy.values() if "total" in entry}
+        digest = evaluation["rows"][0]["images_digest"]
+        same = known <= {digest} and (digest in known or used == (own.source, own.path, own.test_split))
         if not same:
             progress.note(f"not in the report of {files.path}: other images than those of the run")
             return

@@ -66,7 +66,7 @@ def recipe_schema() -> dict[str, object]:
         required = ["method", *step.get("required", [])]
         steps.append({**step, "properties": {"method": method, **step.get("properties", {})}, "required": required})
     schema["properties"]["step"] = {
-        "description": "the pruning steps, in order; `vitcompress recipes` describes the methods",
+        "description": "the pruning steps, in order; `vitcompress recipes keys METHOD` describes a method",
         "type": "array",
         "minItems": 1,
         "items": {"oneOf": steps, "discriminator": {"propertyName": "method"}},

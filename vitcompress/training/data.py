@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from timm.data import create_dataset
@@ -92,7 +92,7 @@ def open_test(options: DataOptions) -> tuple[tuple[str, ...], Images]:
     if options.source != "imagefolder":
         data = _open(options)
         return data.classes, data.test
-    folder = _part(options)
+    folder = _split_folder(options, "test")
     classes = class_names(folder)
     check_classes(str(folder), classes, None)
     return classes, FolderImages(folder, classes, skip_broken=options.broken == "skip")
@@ -151,11 +151,11 @@ def _built_in(source: str) -> Splits:
 
 def _image_folder(options: DataOptions) -> Splits:
     """An ImageNet-like folder; the training folder's class names, in natural order, number the classes."""
-    folder = _part(options, train=True)
+    folder = _split_folder(options, "train")
     classes = class_names(folder)
     check_classes(str(folder), classes, None)
     parts, errors = list[FolderImages](), list[DataError]()
-    for part in (folder, _part(options)):
+    for part in (folder, _split_folder(options, "test")):
         try:
             parts.append(FolderImages(part, classes, skip_broken=options.broken == "skip"))
         except DataError as error:  # the other part may have one, too
@@ -166,10 +166,9 @@ def _image_folder(options: DataOptions) -> Splits:
     return Splits(str(user_path(options.path or "")), classes, train, test=test, skipped=train.skipped + test.skipped)
 
 
-def _part(options: DataOptions, *, train: bool = False) -> Path:
-    """The folder of the test images, or of the training images."""
+def _split_folder(options: DataOptions, split: Literal["train", "test"]) -> Path:
     check_named(options)
-    name = options.train_split or "train" if train else options.test_split
+    name = options.train_split or "train" if split == "train" else options.test_split
     others = tuple(other for other in _TEST_FOLDERS if other != options.train_split)
     root, names = user_path(options.path or ""), (name,) if name else others
     if not root.is_dir():
@@ -179,7 +178,7 @@ def _part(options: DataOptions, *, train: bool = False) -> Path:
         if (root / name).is_dir():
             return root / name
     deep = (root.parent / names[0]).is_dir()
-    other = f"expected PATH/{names[0]}/<class>/<image>; data.{'train' if train else 'test'}_split sets other names"
+    other = f"expected PATH/{names[0]}/<class>/<image>; data.{split}_split sets other names"
     hint = f"use its parent {root.parent}" if deep else other
     raise DataError(f"data folder {root} has no folder {' or '.join(names)}", hint=hint)
 

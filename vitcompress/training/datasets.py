@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -29,7 +29,6 @@ _MOST_PIXELS = 89_478_485  # above this, Pillow warns of a decompression bomb
 _UNREADABLE = (*DAMAGED, SyntaxError, zlib.error, Image.DecompressionBombError)  # decoders raise these for broken files
 
 
-@runtime_checkable
 class Images(Protocol):
     """A labeled data set before its transforms.
 
