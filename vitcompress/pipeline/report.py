@@ -193,9 +193,7 @@ def list_names(folder: Path, report: Report | None = None) -> dict[str, list[str
 def _dense_weights(folder: Path, report: Report) -> tuple[Path, str | None]:
     """The dense model's weights, and their hash: as recorded if they are gone."""
     path = RunFolder(dense_folder_of_run(folder)).weights
-    rows = (row for entry in report.get("bench") or () for row in entry["rows"])
-    recorded = report.get("dense_sha256") or next((row["sha256"] for row in rows if row["runtime"] == "torch"), None)
-    return path, file_sha256(path) if path.is_file() else recorded
+    return path, file_sha256(path) if path.is_file() else report.get("dense_sha256")
 
 
 def _artifact(

@@ -174,9 +174,8 @@ def _split_folder(options: DataOptions, split: Literal["train", "test"]) -> Path
     if not root.is_dir():
         what = "is a file, not a folder of images" if root.exists() else "does not exist"
         raise DataError(f"data folder {root} {what}", hint="expected PATH/train/<class>/<image> and PATH/val")
-    for name in names:
-        if (root / name).is_dir():
-            return root / name
+    if folder := next((root / name for name in names if (root / name).is_dir()), None):
+        return folder
     deep = (root.parent / names[0]).is_dir()
     other = f"expected PATH/{names[0]}/<class>/<image>; data.{split}_split sets other names"
     hint = f"use its parent {root.parent}" if deep else other
@@ -215,6 +214,5 @@ def _timm(options: DataOptions) -> Splits:
     if same or numbers != other_numbers:
         message = f"timm:{name}: {splits[1]!r} has {'the images of' if same else 'other classes than'} {splits[0]!r}"
         raise DataError(message, hint=f"create a folder for each in {options.path}, with the same class folders")
-    known = getattr(parts[0].dataset, "classes", None) or sorted(numbers, key=lambda name: numbers[name])
-    names = known or range(int(parts[0].labels.max()) + 1)
+    names = getattr(parts[0].dataset, "classes", None) or [*numbers] or range(int(parts[0].labels.max()) + 1)
     return Splits(name, tuple(map(str, names)), parts[0], test=parts[1])

@@ -82,8 +82,7 @@ class FolderImages(Images):
         step = max(1, -(-len(samples) // _CHECKED_ON_OPENING))
         checked = [Path(file) for file, _ in samples[:: 1 if skip_broken else step]]
         with ThreadPool() as pool:
-            problems = zip(checked, pool.map(_problem, checked), strict=True)
-        broken = {file: problem for file, problem in problems if problem}
+            broken = {file: text for file, text in zip(checked, pool.map(_problem, checked), strict=True) if text}
         if broken and not skip_broken:
             names, count = few([str(file) for file in broken]), f"{len(broken)} image{'s' if len(broken) > 1 else ''}"
             message = f"{count} cannot be read: {names} (the first: {next(iter(broken.values()))})"
@@ -93,8 +92,7 @@ class FolderImages(Images):
         self.files, self.labels = [path for path, _ in kept], np.array([label for _, label in kept], np.int64)
         sums = [zlib.crc32(path.read_bytes()) for path in self.files[::step]]
         self.digest = tensors_digest((), f"{[path.relative_to(folder).as_posix() for path in self.files]}{sums}")
-        counts = np.bincount(self.labels, minlength=len(classes))
-        if empty := [name for name, count in zip(classes, counts, strict=True) if not count]:
+        if empty := [classes[label] for label in np.setdiff1d(range(len(classes)), self.labels)]:
             message = f"{folder} has class folders without images: {few(empty)}"
             raise DataError(message, hint="fill or remove these folders")
 
