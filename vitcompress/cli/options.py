@@ -65,9 +65,8 @@ parse_words = parse_list(str, "names")
 parse_formats = parse_list(str.lower, "formats")
 parse_capabilities = parse_list(lambda s: int(re.sub("^sm_?|[.]", "", s.lower())), "compute capabilities, as in 80,8.9")
 parse_batches = parse_list(click.IntRange(1, MOST), "numbers from 1 to 1048576, as in 1,8,64")
-parse_shares = parse_list(
-    click.FloatRange(0, 1), "numbers from 0 to 1, as in 0.485,0.456,0.406; divide those of bytes by 255"
-)
+SHARES = "numbers from 0 to 1, as in 0.485,0.456,0.406; divide those of bytes by 255"
+parse_shares = parse_list(click.FloatRange(0, 1), SHARES)
 
 
 def parse_batch_range(value: str) -> tuple[int, ...]:
@@ -131,19 +130,14 @@ def precision_option(default: str, *names: str) -> Decorator:
 PRECISIONS = ["fp32", "tf32", "fp16", "bf16", "int8", "int8+bf16", "fp8", "fastest"]
 METHODS = ["minmax", "percentile", "entropy", "mse"]
 GPUS = ["none", "ampere+", "same"]
+ISLANDS_HELP = "Layers to keep in fp32: norm, softmax, head, ffn, module paths, or auto to search for a minimal set."
 # Each option is a field of ExportOptions.
 export_options = add_options(
     precision_option("fp32", *PRECISIONS),
     option("--opset", "ONNX operator set (default: chosen and recorded with the reason).", int),
     option("--batch", "Batch sizes of an engine (trt, trt-rtx).", parse_batch_range, "MIN:OPT:MAX"),
     option("--sm", "Compute capabilities, as in 80,89 (trt, trt-rtx).", parse_capabilities, "LIST", **PARTS),
-    option(
-        "--islands",
-        "Layers to keep in fp32: norm, softmax, head, ffn, module paths, or auto to search for a minimal set.",
-        parse_words,
-        "NAMES",
-        **PARTS,
-    ),
+    option("--islands", ISLANDS_HELP, parse_words, "NAMES", **PARTS),
     option("--weight-bits", "For int8 (default: 8 for GPUs and OpenVINO with VNNI, else 7).", click.IntRange(7, 8)),
     option("--calibration", "Training images that int8 and fp8 use (default: 256).", click.IntRange(1)),
     option("--calibration-method", "How they determine ranges (default: minmax).", click.Choice(METHODS)),
@@ -195,13 +189,8 @@ require_signed_option = flag(
     "Open only files with a valid signature by a trusted key (VITCOMPRESS_TRUSTED_KEYS, or trusted_keys in the user's "
     "configuration folder). Records nothing in run folders.",
 )
-dry_run_option = flag(
-    "--dry-run", "Print stages, cost and problems; write nothing. Exit code 2 if the run would be rejected."
-)
+DRY_RUN_HELP = "Print stages, cost and problems; write nothing. Exit code 2 if the run would be rejected."
+dry_run_option = flag("--dry-run", DRY_RUN_HELP)
 SET_EXAMPLE = "as in --set finetune.epochs=10 (of a study: --set epochs=60)"
-set_option = option(
-    "--set",
-    f"Change a key, {SET_EXAMPLE}; KEY= restores its default. Can be repeated.",
-    metavar="KEY=VALUE",
-    multiple=True,
-)
+SET_HELP = f"Change a key, {SET_EXAMPLE}; KEY= restores its default. Can be repeated."
+set_option = option("--set", SET_HELP, metavar="KEY=VALUE", multiple=True)

@@ -146,7 +146,8 @@ class MappedImages(Images):
             random.seed(0), np.random.seed(0), torch.default_generator.manual_seed(0)
             images = [self[i][0] for i in np.linspace(0, len(self) - 1, min(8, len(self)), dtype=int).tolist()]
         finally:
-            random.setstate(states[0]), np.random.set_state(states[1]), torch.set_rng_state(states[2])
+            random.setstate(states[0]), np.random.set_state(states[1])
+            torch.set_rng_state(states[2])
         return tensors_digest(image if self.prepared else torch.tensor(np.array(image)) for image in images)
 
     def _read(self, index: int) -> Any:
@@ -160,8 +161,7 @@ class MappedImages(Images):
             message = f"image {index} of {self.name} cannot be read: {error}"
             raise DataError(message, hint="remove or replace it") from error
         with file:
-            image = decode(file, data.filename(index, absolute=True))
-        image = image.convert(data.input_img_mode or image.mode)
+            image = decode(file, data.filename(index, absolute=True)).convert(data.input_img_mode)
         image = data.transform(image) if data.transform else image
         return image, data.target_transform(label) if data.target_transform else label
 
