@@ -313,7 +313,7 @@ def test_names_of_formats_precisions_and_devices_in_any_case(monkeypatch: pytest
         ("export", "sm", ("89,9.0", "120"), (89, 90, 120)),
         ("export", "islands", ("norm", "head, ffn"), ("norm", "head", "ffn")),
         ("bench", "batch", ("1,8", "64"), (1, 8, 64)),
-        ("recipe", "export", ("onnx", "ov"), ("onnx", "openvino")),
+        ("recipe", "export", ("onnx", "OpenVINO"), ("onnx", "openvino")),
         ("study", "rows", ("a", "b"), ("a", "b")),
     ],
 )
