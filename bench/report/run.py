@@ -211,7 +211,7 @@ def markdown(report: records.Report) -> str:
     if usable := [e for e in known if not e["file"].endswith(".onnx" if e["precision"] == "fp8" else ".engine.onnx")]:
         parts.append("## Use it without vitcompress")
         for entry in sorted(usable, key=lambda entry: is_dense(entry["file"])):
-            parts += [f"### {escape_markdown(entry['file'])}", f"```python\n{snippet(input, entry)}```"]
+            parts += [f"### {escape_markdown(entry['file'])}", f"```python\n{snippet(model['input'], entry)}```"]
     if classes := model.get("classes"):
         unnamed = list(classes) == [str(number) for number in range(len(classes))]
         listed = "named by their numbers" if unnamed else escape_markdown(", ".join(classes))

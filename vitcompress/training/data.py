@@ -36,7 +36,7 @@ class Splits:
     train: Images = NO_IMAGES
     heldout: Images = NO_IMAGES
     test: Images = NO_IMAGES
-    skipped: tuple[Path, ...] = ()
+    skipped: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str:

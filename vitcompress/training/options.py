@@ -36,7 +36,7 @@ class DataOptions(Preprocessing):
     train_split: Annotated[str | None, Doc("name of the training split; None: train")] = None
     test_split: Annotated[str | None, Doc("name of the test split; None: val, validation or test")] = None
     heldout: Annotated[Fraction, Doc("share of the training images that are held out for choices")] = 0.1
-    workers: Annotated[Workers, Doc("processes that load images; part of the random state with augmentation")] = 0
+    workers: Annotated[Workers, Doc("processes that load images; augmented ones depend on this number")] = 0
     broken: Annotated[Broken, Doc("unreadable images of an imagefolder; `skip` decodes all and leaves them out")] = (
         "error"
     )
@@ -114,7 +114,7 @@ class TrainOptions:
     patch_weight: Annotated[float, Ge(0), Doc('weight of the patch tokens, with distillation = "soft_patch"')] = 1e-3
     temperature: Annotated[float, Gt(0), Doc("by which the logits of model and teacher are divided")] = 1.0
     teacher_smoothing: Annotated[Fraction, Doc('of the labels of the teacher, with distillation = "hard"')] = 0.0
-    evaluate_every: Annotated[int, Ge(0), Doc("epochs between evaluations, beside that of the last; 0: only that")] = 1
+    evaluate_every: Annotated[int, Ge(0), Doc("epochs between evaluations; 0: only after the last epoch")] = 1
     select: Annotated[Literal["last", "best"], Doc("epoch whose weights are kept; `best` on held-out images")] = "last"
 
     @property
