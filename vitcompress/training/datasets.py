@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ _MOST_PIXELS = 89_478_485  # above this, Pillow warns of a decompression bomb
 _UNREADABLE = (*DAMAGED, SyntaxError, zlib.error, Image.DecompressionBombError)  # decoders raise these for broken files
 
 
+@runtime_checkable  # for the validation of arguments
 class Images(Protocol):
     """A labeled data set before its transforms.
 
