@@ -11,6 +11,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
+from vitcompress.models.create import create_model
 from vitcompress.training.metrics import wilson
 from vitcompress.verify import outputs
 from vitcompress.verify.outputs import SHARES, Comparison, Limits, Original, comparison_checks, output_checks
@@ -217,3 +218,14 @@ def test_a_file_that_cannot_be_opened_fails(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:50])
     (check,) = output_checks(path, ORIGINAL)
     assert (check.name, check.verdict) == ("agreement.model.onnx", "failed")
+
+
+def test_limits_of_rounding_hold_for_images_that_are_rounded_most() -> None:
+    """Without a last norm, logits grow with the pixels: the nearest ties, dark images, are rounded least."""
+    size = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 5}
+    model = create_model("vit_tiny_patch16_224", {**size, "final_norm": False, "fc_norm": False, "global_pool": "avg"})
+    images = torch.randn(40, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    images[23] *= 1e4
+    with torch.no_grad():
+        error = float((model(images).double() - Original(model, images).exact(images)).abs().max())
+    assert error < Original(model, images).rounding(images, "fp32").logit < 1e3 * error

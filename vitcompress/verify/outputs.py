@@ -75,6 +75,7 @@ REMEDY = "; products of 8 bits may saturate on this processor: use --weight-bits
 ROUNDINGS = 2.0**-20  # relative error of sums and elementary functions in fp32: some units in the last place
 AGREEMENT = "agreement."  # what the names of these checks begin with
 BATCHES = (1, 2, 3, 5)
+RANKED = 64  # images that are ranked by their rounding errors in torch
 Calls = Sequence[tuple[Tensor, Tensor]]  # of each call the indices of its images, and their logits
 Kind = str | Quantization  # a precision, or what a file computes in eight bits
 LARGEST_BATCH = 256  # of files without a range
@@ -198,13 +199,19 @@ class Original:
 
     @cached_property
     def rounding(self) -> Callable[[Tensor, Kind], tolerance.Rounding]:
-        """`tolerance.rounding_limit` or `quantization_limit`, on the images whose two best logits are closest."""
+        """`tolerance.rounding_limit` or `quantization_limit`, on the images whose two best logits are closest.
+
+        In floating point every second image is one whose logits the model itself rounds most: errors differ by image.
+        """
 
         def limit(images: Tensor, precision: Kind) -> tolerance.Rounding:
-            order = two_best(self.exact(images)).diff(dim=1).sum(1).argsort(descending=True)
+            exact = self.exact(images)
+            order = two_best(exact).diff(dim=1).sum(1).argsort(descending=True)
             if isinstance(precision, Quantization):
                 return tolerance.quantization_limit(rescale(self.model, precision.factors), images[order], precision)
-            return tolerance.rounding_limit(self.model, images[order], TYPES[precision])
+            errors = (tolerance.model_logits(self.model, images[:RANKED]) - exact[:RANKED]).abs().amax(1)
+            order = torch.stack([errors.argsort(descending=True), order[: len(errors)]], 1).flatten()
+            return tolerance.rounding_limit(self.model, images[order[: tolerance.BATCH]], TYPES[precision])
 
         return cache(limit)
 
