@@ -110,9 +110,16 @@ torch.nn.init.normal_(model.head.weight, std=10)  # logits that differ clearly
 images = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 data = [(images, model.eval()(images).argmax(1))]
 assert torch.cuda.is_available() and next(model.parameters()).device.type == "cpu"
-for name in ("model.xml", "model.onnx"):
-    file = vc.export(model, f"{sys.argv[1]}/{name}")
-    assert vc.evaluate(file, data).correct == vc.evaluate(model, data).correct == 8
+for name, options in (
+    ("model.xml", {}),
+    ("model.onnx", {}),
+    ("model.onnx", {"precision": "fp16"}),
+    ("model.xml", {"precision": "int8", "islands": ("auto",), "data": data}),
+    ("model.onnx", {"precision": "int8", "smooth": True, "data": data}),
+):
+    file = vc.export(model.to("cuda" if options else "cpu"), f"{sys.argv[1]}/{name}", **options)
+    assert vc.evaluate(file, data).correct == vc.evaluate(model, data).correct == 8, options
+    assert model.head.weight.is_cuda == bool(options)
 """
 
 

@@ -309,8 +309,8 @@ def export(
     exporter.check_path(path)
     with convert_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    # As `save_model` names the weights, and without dropout: ranges and outputs are measured.
-    model = prepare_model(copy_model(model)).eval()
+    # As `save_model` names the weights, without dropout, where images are: ranges and outputs are measured.
+    model = prepare_model(copy_model(model)).cpu().eval()
     original, calibration = Original(model, noise_images(model, create.plan_of(model)), real=False), None
     if data is not None:
         source = as_images(data, create.image_size(model))
