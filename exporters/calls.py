@@ -14,7 +14,7 @@ from vitcompress.errors import VitcompressError
 class BoundCall:
     """A forward pass as a call; some time themselves with `timed`.
 
-    step: runs it. values: what `step` needs without referencing it.
+    step: runs it. values: what must exist as long as the call, as tensors do, although `step` does not reference it.
     """
 
     def __init__(self, step: Callable[[], object], *values: object) -> None:
@@ -82,7 +82,10 @@ def add_transfers(run: Callable[[], Tensor], images: Tensor, logits: Tensor) -> 
 
 
 def record_graph(run: Callable[[], Tensor], stream: Any) -> Callable[[], Tensor]:
-    """`run` as a CUDA graph, recorded on `stream`. Each replay writes the tensor that `run` returned."""
+    """`run` as a CUDA graph, recorded on `stream`. Each replay writes the tensor that `run` returned.
+
+    The caller keeps the tensors that `run` reads.
+    """
     graph: Any = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         logits = run()

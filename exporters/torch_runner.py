@@ -71,7 +71,7 @@ class TorchRunner(Runner):
         run = self._record(resident) if self._options.cuda_graph else partial(self._forward, resident)
         step = add_transfers(run, resident, run()) if self._transfers else run
         on_cuda = self._device.type == "cuda"
-        return QueuedCall(step, torch.cuda.current_stream(self._device)) if on_cuda else BoundCall(step)
+        return QueuedCall(step, torch.cuda.current_stream(self._device), resident) if on_cuda else BoundCall(step)
 
     @torch.inference_mode()
     def _record(self, resident: Tensor) -> Callable[[], Tensor]:

@@ -41,8 +41,8 @@ class Binding:
 class Engine:
     """A deserialized engine with its bindings. `serve` calls its public methods.
 
-    All bindings share one context, except that each recorded CUDA graph has its own: it replays what its context
-    contained when it was recorded.
+    All bindings share one context, except that each recorded CUDA graph has its own: a graph uses the memory of its
+    context, so two graphs must not share one.
 
     transfers: a run includes the copies of the images from, and of the logits to, page-locked memory of the host.
     """

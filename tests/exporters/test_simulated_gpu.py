@@ -126,3 +126,35 @@ for name, options in (
 def test_files_are_evaluated_where_they_run(tmp_path: Path) -> None:
     """The device `auto` is the GPU for a model, and for a file the one that it was exported for."""
     python("-c", EVALUATE, tmp_path)
+
+
+RECORDED = """
+import weakref
+import torch
+import vitcompress as vc
+from vitcompress.exporters.runner import RunnerOptions
+from vitcompress.exporters.torch_runner import TorchRunner
+
+inputs = []
+
+
+class Recorder(TorchRunner):
+    def _record(self, resident):
+        inputs.append(weakref.ref(resident))
+        return super()._record(resident)
+
+
+sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2, "num_classes": 4}
+model = vc.create_model("vit_tiny_patch16_224", **sizes)
+for transfers in (False, True):
+    runner = Recorder(model, RunnerOptions(device="cuda", cuda_graph=True, transfers=transfers), name="model")
+    call = runner.bind(torch.randn(2, 3, 16, 16))
+    assert inputs[-1]() is not None, transfers
+    runner.close()
+    assert inputs[-1]() is None, transfers
+"""
+
+
+def test_a_recorded_graph_keeps_its_input() -> None:
+    """The graph reads its memory and does not reference the tensor."""
+    python("-c", RECORDED)
