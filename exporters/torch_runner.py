@@ -1,7 +1,7 @@
 """Run models in torch: a run folder, a timm name, a module in memory."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, cast
 
@@ -24,7 +24,13 @@ SDPA = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-
+_TORCH: Any = torch.backends
+# Parts with a setting `fp32_precision`, the interface since torch 2.9 ("mkldnn": set_float32_matmul_precision sets it).
+FP32_PARTS = (
+    (_TORCH.cuda.matmul, _TORCH.cudnn.conv, _TORCH.cudnn.rnn, _TORCH.mkldnn.matmul)
+    if hasattr(_TORCH, "fp32_precision")
+    else ()
+)
 COMPILED_VERSIONS = 1024  # of one function that torch.compile may keep; torch's own limit is 8
 RUNS_BEFORE_RECORDING = 3  # as torch's documentation of CUDA graphs recommends
 
@@ -54,8 +60,8 @@ class TorchRunner(Runner):
         self._settings = ExitStack()  # restores torch's settings
         self._call: Any = _compile(placed, self._settings) if self._options.compile else placed
         self._settings.callback(torch.set_num_threads, torch.get_num_threads())
-        for backend in (torch.backends.cuda.matmul, torch.backends.cudnn):
-            self._settings.callback(setattr, backend, "allow_tf32", backend.allow_tf32)
+        if self._device.type == "cuda":
+            _save_tf32(self._settings)
 
     def __call__(self, images: Tensor) -> Tensor:
         check_images(images, self._sizes)
@@ -92,7 +98,7 @@ class TorchRunner(Runner):
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads or 1)
         if self._device.type == "cuda":
-            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self._precision == "tf32"
+            _set_tf32(on=self._precision == "tf32")
         backend = SDPA[self._options.sdpa]
         attention = nullcontext() if backend is None else sdpa_kernel(backend)
         with torch.autocast(self._device.type, enabled=False), attention:
@@ -126,6 +132,23 @@ class TorchRunner(Runner):
         super().close()
         self._call = None
         self._settings.close()  # a second call finds it empty, so that later changes by others stay
+
+
+def _save_tf32(settings: ExitStack) -> None:
+    """Let `settings` restore what `_set_tf32` changes. What raises is set by the new interface and restored by it."""
+    for part in FP32_PARTS:  # restored last
+        settings.callback(setattr, part, "fp32_precision", part.fp32_precision)
+    with suppress(RuntimeError):
+        settings.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
+    with suppress(RuntimeError):  # it can be `medium`, unlike `allow_tf32`
+        settings.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+
+
+def _set_tf32(*, on: bool) -> None:
+    """Set whether products on CUDA use TF32, in both interfaces: torch raises an error where they contradict."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = on
+    for part in FP32_PARTS:
+        part.fp32_precision = "tf32" if on else "ieee"
 
 
 def _compile(model: nn.Module, settings: ExitStack) -> Callable[..., Any]:

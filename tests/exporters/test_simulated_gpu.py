@@ -158,3 +158,70 @@ for transfers in (False, True):
 def test_a_recorded_graph_keeps_its_input() -> None:
     """The graph reads its memory and does not reference the tensor."""
     python("-c", RECORDED)
+
+
+TF32 = """
+import sys
+from contextlib import suppress
+import torch
+from torch import backends
+import vitcompress as vc
+from vitcompress.exporters.runner import RunnerOptions
+from vitcompress.exporters.torch_runner import TorchRunner
+
+PARTS = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul)
+GETTERS = (
+    torch.get_float32_matmul_precision, lambda: backends.cuda.matmul.allow_tf32, lambda: backends.cudnn.allow_tf32
+)
+
+
+def settings():
+    old = []
+    for getter in GETTERS:
+        try:
+            old.append(getter())
+        except RuntimeError:  # the caller has mixed both interfaces
+            old.append(None)
+    return old, [part.fp32_precision for part in PARTS]
+
+
+torch.cuda.get_device_capability = lambda *where: (8, 0)
+sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2, "num_classes": 4}
+model, images = vc.create_model("vit_tiny_patch16_224", **sizes), torch.randn(2, 3, 16, 16)
+exec(sys.argv[1])
+before = settings()
+runners = {
+    (device, precision): TorchRunner(model, RunnerOptions(device=device, precision=precision), name="model")
+    for device, precision in (("cpu", "fp32"), ("cuda", "tf32"), ("cuda", "fp32"))
+}
+seen = []
+model.head.register_forward_hook(lambda *about: seen.append(settings()))
+for runner in runners.values():
+    model.to(runner._device)
+    runner(images)
+assert seen[0] == before, (seen[0], before)
+for (old, new), on in zip(seen[1:], (True, False), strict=True):
+    assert old == ["high" if on else "highest", on, on], old
+    assert new == ["tf32" if on else "ieee"] * len(PARTS), new
+for runner in reversed(runners.values()):
+    runner.close()
+after = settings()
+assert after[1] == before[1], (after, before)
+assert all(now == then for now, then in zip(after[0], before[0]) if then is not None), (after, before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="torch before 2.9 has one interface")
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "",
+        "backends.fp32_precision = 'tf32'",
+        "backends.cuda.matmul.fp32_precision = 'tf32'",
+        "backends.cudnn.conv.fp32_precision = 'ieee'",
+        "backends.cuda.matmul.allow_tf32 = True",
+        "torch.set_float32_matmul_precision('medium')",
+    ],
+)
+def test_tf32_is_set_and_restored_in_both_interfaces_of_torch(setting: str) -> None:
+    python("-c", TF32, setting)
