@@ -528,6 +528,35 @@ def test_files_do_not_depend_on_the_default_type_of_the_caller(dtype: torch.dtyp
     assert file.read_bytes() == expected.read_bytes()
 
 
+def saved(network: nn.Module, folder: Path) -> Path:
+    vc.save_model(network, path := folder / str(len([*folder.iterdir()])))
+    return path
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda network, folder: vc.evaluate(network, batches(), device="cpu"),
+        lambda network, folder: vc.plan(network, "magnitude", keep_heads=0.5, device="cpu"),
+        lambda network, folder: vc.plan(network, "isomorphic", batches(), keep_ratio=0.5, align=FINE, device="cpu"),
+        lambda network, folder: vc.finetune(network, batches(), epochs=1, device="cpu").history[0]["loss"],
+        lambda network, folder: vc.export(network, folder / "model.onnx", precision="fp16").read_bytes(),
+        lambda network, folder: vc.bench(network, batch=1, protocol="paper", warmup=1, runs=1).rows[0]["device"],
+        lambda network, folder: vc.verify(saved(network, folder)).passed,
+    ],
+)
+def test_results_do_not_depend_on_the_default_device_of_the_caller(
+    work: Callable[[nn.Module, Path], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, network = batches(), model()
+    monkeypatch.setitem(globals(), "batches", lambda: data)
+    expected = work(model(), tmp_path)
+    with torch.device("meta"):
+        assert {weight.device.type for weight in model().parameters()} == {"meta"}  # that of the user's own code
+        assert work(network, tmp_path) == expected
+        assert torch.get_default_device().type == "meta"
+
+
 def test_checks_do_not_depend_on_autocast_of_the_caller(tmp_path: Path) -> None:
     network = model(embed_dim=32, num_heads=4)
     vc.save_model(network, tmp_path / "out")

@@ -3,8 +3,10 @@
 import inspect
 import json
 import re
+import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, fields, is_dataclass
 from functools import cache, wraps
 from numbers import Integral
@@ -117,7 +119,8 @@ def check_record(path: Path, data: Any, kind: Any, problem: str = "has other con
 def validate_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` of the package's interface, which raises InputError for arguments that its annotations do not allow.
 
-    Objects are passed on as they are; what is annotated as Any is not examined.
+    Objects are passed on as they are; what is annotated as Any is not examined. Only `create_model` uses the default
+    device of the caller.
     """
     signature, hints = inspect.signature(function), typing.get_type_hints(function, include_extras=True)
     table, name = create_table(**{name: hints[name] for name in signature.parameters}), function.__name__
@@ -134,13 +137,21 @@ def validate_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
             message = "\n  ".join([f"the arguments of {name} are invalid:", *problems])
             raise InputError(message, hint=f"help(vitcompress.{name}) describes all of them") from None
         bound.arguments = {name: values[name] for name in bound.arguments}
-        return function(*bound.args, **bound.kwargs)
+        with nullcontext() if function.__name__ == "create_model" else _on_cpu_by_default():
+            return function(*bound.args, **bound.kwargs)
 
     plain = typing.get_type_hints(function)  # without limits of numbers, which `help` would print as objects
     shown = [parameter.replace(annotation=plain[name]) for name, parameter in signature.parameters.items()]
     vars(call)["__signature__"] = signature.replace(parameters=shown, return_annotation=plain["return"])
     call.__module__ = "vitcompress"  # where pickle finds it
     return call
+
+
+def _on_cpu_by_default() -> AbstractContextManager[Any]:
+    """New tensors are on the CPU unless a device is stated, also if the caller has another default device."""
+    torch: Any = sys.modules.get("torch")  # None: nobody has set a default device
+    is_other = torch is not None and torch.get_default_device().type != "cpu"
+    return torch.device("cpu") if is_other else nullcontext()  # inside it, each call of torch takes longer
 
 
 def describe_errors(error: ValidationError, root: type[BaseModel], data: Any, prefix: str) -> list[str]:

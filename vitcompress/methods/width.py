@@ -21,7 +21,7 @@ from vitcompress.models.cost import Cost, copy_to_meta, count_cost, planned_cost
 from vitcompress.models.create import input_config
 from vitcompress.plan import Plan
 
-ZERO = torch.zeros(())
+ZERO = torch.zeros((), device="cpu")
 ALL = "all"  # the common scope of everything but heads
 
 
