@@ -18,8 +18,6 @@ from typing import Any
 from vitcompress.errors import GPU_ERROR, OUT_OF_MEMORY, ArtifactError, DeviceError, OutputError, first_line
 from vitcompress.io.hardware import package_versions
 
-RTX = "NvTensorRTRTXExecutionProvider"
-PLUGIN = "onnxruntime_ep_nv_tensorrt_rtx"  # the package of this provider
 MISSING = re.compile(r"(\S+): cannot open shared object file")
 SOURCE_LOCATION = re.compile(r"(?:^|(?<=Status Message: ))/\S+:\d+ .*?\)(?: const)? ")
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
@@ -74,22 +72,6 @@ def load_tensorrt() -> None:
     load_cuda()
     with contextlib.suppress(ImportError, OSError):
         importlib.import_module("tensorrt")  # loads its libraries
-
-
-@cache
-def load_rtx() -> None:
-    """Register the provider of TensorRT for RTX from its package.
-
-    Raises DeviceError if the package is damaged, or built for another ONNX Runtime.
-    """
-    load_cuda()
-    try:
-        plugin = importlib.import_module(PLUGIN)
-        load_onnxruntime().register_execution_provider_library(RTX, plugin.get_library_path())
-    except Exception as error:  # noqa: BLE001 - loading a native library can raise anything
-        message = f"{RTX} cannot be loaded: {missing_library([str(error)]) or error_text(error)}"
-        hint = "pip install --upgrade onnxruntime-ep-nv-tensorrt-rtx onnxruntime-gpu (libcuda.so.1: NVIDIA's driver)"
-        raise DeviceError(message, hint=hint) from None
 
 
 def prepare_cache(folder: Path) -> Path:

@@ -5,7 +5,6 @@ A provider is chosen by name or by device. It runs the model, or the session is 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import util
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -45,10 +44,9 @@ class Provider:
     """One execution provider.
 
     device: kind of device. remedy: how to install it. packages: its distributions.
-    tf32: whether fp32 products use TF32: `never`, on `request`, or `always` (TensorRT's default, which its providers do
-        not expose as an option).
-    graph_number: run option that numbers the CUDA graphs of a session, one for each bound input; empty if the provider
-        supports only one graph per session.
+    tf32: whether fp32 products use TF32: `never`, on `request`, or `always` (TensorRT's default, for which its provider
+        has no option).
+    graphs: whether a session can record CUDA graphs, one for each bound input.
     builds: whether it compiles the file for a range of batches first, and can cache the result.
     load(): loads its libraries. options(settings): its options under ONNX Runtime's names.
     """
@@ -58,7 +56,7 @@ class Provider:
     remedy: str
     packages: tuple[str, ...] = ("onnxruntime", "onnxruntime-gpu")
     tf32: Literal["never", "request", "always"] = "never"
-    graph_number: str = ""
+    graphs: bool = False
     builds: bool = False
     load: Callable[[], None] = lambda: None
     options: Callable[[ProviderSettings], dict[str, str]] = lambda settings: {}
@@ -66,12 +64,12 @@ class Provider:
     @property
     def present(self) -> bool:
         """Whether it is installed; it may still not work here."""
-        available = [] if libraries.unavailable() else libraries.load_onnxruntime().get_available_providers()
-        return self.name in available or (self.name == libraries.RTX and bool(util.find_spec(libraries.PLUGIN)))
+        return not libraries.unavailable() and self.name in libraries.load_onnxruntime().get_available_providers()
 
 
-def _stream_options(settings: ProviderSettings) -> dict[str, str]:
-    return {"user_compute_stream": str(settings.stream), "enable_cuda_graph": str(int(settings.cuda_graph))}
+def _cuda_options(settings: ProviderSettings) -> dict[str, str]:
+    flags = {"use_tf32": str(int(settings.tf32)), "enable_cuda_graph": str(int(settings.cuda_graph))}
+    return {"device_id": str(settings.index), "user_compute_stream": str(settings.stream), **flags}
 
 
 def _tensorrt_options(settings: ProviderSettings) -> dict[str, str]:
@@ -79,18 +77,9 @@ def _tensorrt_options(settings: ProviderSettings) -> dict[str, str]:
     flags = dict.fromkeys(("trt_fp16_enable", "trt_bf16_enable", "trt_int8_enable"), "0")
     for kind in ("engine", "timing") if settings.cache is not None else ():
         flags |= {f"trt_{kind}_cache_enable": "1", f"trt_{kind}_cache_path": str(settings.cache)}
-    where = {"device_id": str(settings.index), "user_compute_stream": str(settings.stream)}
-    return {**where, **flags, **_profile("trt", settings)}
-
-
-def _rtx_options(settings: ProviderSettings) -> dict[str, str]:
-    cache = {} if settings.cache is None else {"nv_runtime_cache_path": str(settings.cache)}
-    return {"has_user_compute_stream": "1", **_stream_options(settings), **_profile("nv", settings), **cache}
-
-
-def _profile(prefix: str, settings: ProviderSettings) -> dict[str, str]:
-    kinds = ("min", "opt", "max")
-    return {f"{prefix}_profile_{kind}_shapes": shape for kind, shape in zip(kinds, settings.profile, strict=False)}
+    for kind, shape in zip(("min", "opt", "max"), settings.profile, strict=False):
+        flags[f"trt_profile_{kind}_shapes"] = shape
+    return {"device_id": str(settings.index), "user_compute_stream": str(settings.stream), **flags}
 
 
 _ALL = (
@@ -101,9 +90,9 @@ _ALL = (
         "pip install 'vitcompress[cuda]'",
         ("onnxruntime-gpu", "nvidia-cuda-runtime", "nvidia-cublas", "nvidia-curand", "nvidia-cudnn-cu13"),
         tf32="request",
-        graph_number="gpu_graph_id",
+        graphs=True,
         load=libraries.load_cuda,
-        options=lambda s: {"device_id": str(s.index), "use_tf32": str(int(s.tf32)), **_stream_options(s)},
+        options=_cuda_options,
     ),
     Provider(
         TENSORRT,
@@ -114,17 +103,6 @@ _ALL = (
         builds=True,
         load=libraries.load_tensorrt,
         options=_tensorrt_options,
-    ),
-    Provider(
-        libraries.RTX,
-        "cuda",
-        "pip install onnxruntime-ep-nv-tensorrt-rtx",
-        ("onnxruntime-gpu", "onnxruntime", "onnxruntime-ep-nv-tensorrt-rtx", "onnxruntime-ep-nv-tensorrt-rtx-cu13"),
-        tf32="always",
-        graph_number="cuda_graph_annotation_id",
-        builds=True,
-        load=libraries.load_rtx,
-        options=_rtx_options,
     ),
     Provider(COREML, "mps", "pip install onnxruntime, on macOS"),
 )
@@ -159,29 +137,9 @@ def choose_provider(device: str | None, name: str | None) -> tuple[Provider, str
     return provider, f"cuda:{index}" if on_cuda else device
 
 
-def attach(provider: Provider, options: Any, settings: ProviderSettings) -> list[tuple[str, dict[str, str]]] | None:
-    """Load a provider and configure a session's options for it. Returns the session's argument `providers`.
-
-    Raises DeviceError if it cannot be loaded, or does not support the GPU.
-    """
-    provider.load()
-    values = provider.options(settings)
-    if provider.name != libraries.RTX:
-        return [(provider.name, values)]
-    devices = [device for device in libraries.load_onnxruntime().get_ep_devices() if device.ep_name == libraries.RTX]
-    numbered = ((int(device.ep_options.get("device_id", n)), device) for n, device in enumerate(devices))
-    selected = [device for number, device in numbered if number == settings.index]
-    if not selected:
-        supported = f"it supports {len(devices)} GPUs of this machine"
-        hint = "it is for GeForce and RTX (compute capability 8.6, 8.9, 12.0 and later); use CUDAExecutionProvider"
-        raise DeviceError(f"{libraries.RTX} does not support cuda:{settings.index}; {supported}", hint=hint)
-    options.add_provider_for_devices(selected, values)
-    return None
-
-
 def check_settings(provider: Provider, options: RunnerOptions) -> None:
     """Raise DeviceError or InputError for settings that the provider does not support."""
-    if options.cuda_graph and not provider.graph_number:
+    if options.cuda_graph and not provider.graphs:
         reason = "supports only one CUDA graph per session" if provider.device == "cuda" else "has no CUDA kernels"
         hint = "omit --cuda-graph, or use --provider cuda, or an engine: vitcompress export DIR --format trt"
         raise DeviceError(f"{provider.name} {reason}, so CUDA graphs are not supported with it", hint=hint)

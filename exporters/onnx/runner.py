@@ -10,7 +10,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from vitcompress.errors import ArtifactError, DeviceError, VitcompressError
+from vitcompress.errors import ArtifactError, DeviceError
 from vitcompress.exporters.calls import BoundCall, QueuedCall
 from vitcompress.exporters.onnx import file, libraries, providers
 from vitcompress.exporters.onnx.providers import CPU, ProviderSettings
@@ -50,11 +50,11 @@ class OnnxRunner(Runner):
         self._graph_numbers = count(1)
         stream: Any = torch.cuda.Stream  # which CUDA events can time
         self._stream = stream(torch.device(self._device)) if self._device.startswith("cuda") else None
-        settings, eight_bits = self._provider_settings(model), labels.get("quantization")
-        self._provider_options = self._provider.options(settings)
+        self._provider_options = self._provider.options(self._provider_settings(model))
+        eight_bits = labels.get("quantization")
         # What an engine was built from has weights of 8 bits, whose products must not saturate here.
         exact = isinstance(eight_bits, dict) and eight_bits.get("form") == "float_bias"
-        self.session = self._open(path, settings, exact=exact)
+        self.session = self._open(path, exact=exact)
         self._cpu_operators = self._check_assignment()
         self._input, self._output = _inputs_and_outputs(path, self.session)
         if isinstance(fixed := self._input.shape[0], int):
@@ -74,7 +74,7 @@ class OnnxRunner(Runner):
         index = hardware.parse_device(self._device)[1]
         return ProviderSettings(index, self._precision == "tf32", options.cuda_graph, stream, profile, cache)
 
-    def _open(self, path: Path, settings: ProviderSettings, *, exact: bool) -> Any:
+    def _open(self, path: Path, *, exact: bool) -> Any:
         name, options, process = self._provider.name, self._ort.SessionOptions(), psutil.Process()
         options.log_severity_level = LOG_NOTHING  # errors are raised, not logged
         if self._threads is not None:
@@ -87,10 +87,9 @@ class OnnxRunner(Runner):
         self._ort.set_default_logger_severity(LOG_NOTHING if name == CPU else LOG_ERRORS)
         try:
             with libraries.capture_stderr() as lines:
-                argument = providers.attach(self._provider, options, settings)
-                session = self._ort.InferenceSession(str(path), options, providers=argument, enable_fallback=0)
-        except VitcompressError:
-            raise
+                self._provider.load()
+                chosen = [(name, self._provider_options)]
+                session = self._ort.InferenceSession(str(path), options, providers=chosen, enable_fallback=0)
         except Exception as error:  # noqa: BLE001 - ONNX Runtime's exceptions have no other common base class
             message = f"{name} of ONNX Runtime cannot run {path}: {libraries.error_text(error)}"
             missing = libraries.missing_library(lines)
@@ -171,8 +170,8 @@ class OnnxRunner(Runner):
     def _run_options(self, graph: str, *, wait: bool = True) -> Any:
         """Options of one run. graph: number of the CUDA graph that it is recorded in and replayed from."""
         options = self._ort.RunOptions()
-        if self._provider.graph_number:
-            options.add_run_config_entry(self._provider.graph_number, graph)
+        if self._provider.graphs:
+            options.add_run_config_entry("gpu_graph_id", graph)
         options.add_run_config_entry("disable_synchronize_execution_providers", str(int(not wait)))
         return options
 
@@ -181,7 +180,7 @@ class OnnxRunner(Runner):
             self._stream.synchronize()
 
     def _describe(self) -> dict[str, object]:
-        shown = {key: value for key, value in self._provider_options.items() if not key.endswith("user_compute_stream")}
+        shown = {key: value for key, value in self._provider_options.items() if key != "user_compute_stream"}
         return {
             "runtime": "onnxruntime",
             "runtime_version": self._ort.__version__,

@@ -21,7 +21,6 @@ from vitcompress.errors import DeviceError, InputError, OutputError
 from vitcompress.exporters.doctor import onnx_problem
 from vitcompress.exporters.onnx import libraries, providers
 from vitcompress.exporters.onnx.export import export
-from vitcompress.exporters.onnx.libraries import RTX
 from vitcompress.exporters.onnx.providers import CPU, CUDA, PROVIDERS, TENSORRT, ProviderSettings
 from vitcompress.exporters.runtimes import RunnerOptions, open_runner
 from vitcompress.models.create import input_config
@@ -42,7 +41,6 @@ def onnx(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_table_has_the_names_of_onnx_runtime() -> None:
     ours = {CPU, CUDA, TENSORRT} & set(ort.get_available_providers())
     assert CPU in ours and all(PROVIDERS[name].present for name in ours)
-    assert PROVIDERS[RTX].present is (find_spec(libraries.PLUGIN) is not None)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
@@ -96,8 +94,6 @@ def test_tensorrt_options_have_the_batch_range_and_no_precision(tmp_path: Path) 
         "7",
         str(tmp_path),
     )
-    rtx = PROVIDERS[RTX].options(ProviderSettings(profile=PROFILE, cache=tmp_path))
-    assert (rtx["nv_profile_opt_shapes"], rtx["nv_runtime_cache_path"]) == (PROFILE[1], str(tmp_path))
     bare = PROVIDERS[TENSORRT].options(ProviderSettings())
     assert not [key for key in bare if "profile" in key or "cache" in key]
 
@@ -123,14 +119,14 @@ def test_the_library_knows_every_option() -> None:
         (TENSORRT, "fp32", "tf32", "tf32"),
         (TENSORRT, None, "tf32", "tf32"),
         (TENSORRT, None, None, "as stored"),
-        (RTX, "bf16", None, "bf16"),
+        (TENSORRT, "bf16", None, "bf16"),
         (CPU, "bf16", None, DeviceError),
         (CPU, "fp32", "tf32", DeviceError),
         (CUDA, "fp16", "tf32", DeviceError),
         (TENSORRT, "fp32", "fp32", DeviceError),
         (TENSORRT, None, "fp32", DeviceError),
         (CPU, None, "tf32", DeviceError),
-        (RTX, "fp16", "fp32", DeviceError),
+        (TENSORRT, "fp16", "fp32", DeviceError),
     ],
 )
 def test_the_file_determines_the_precision_and_tf32_is_never_reported_as_fp32(
@@ -152,21 +148,15 @@ def logged() -> Iterator[None]:
 
 
 @pytest.mark.skipif(TENSORRT not in ort.get_available_providers(), reason="not in this ONNX Runtime")
-@pytest.mark.skipif(providers.util.find_spec("tensorrt") is not None, reason="TensorRT is installed")
+@pytest.mark.skipif(find_spec("tensorrt") is not None, reason="TensorRT is installed")
 def test_a_library_that_is_missing_is_named(onnx: Path, logged: None) -> None:
-    options = ort.SessionOptions()
-    argument = providers.attach(PROVIDERS[TENSORRT], options, ProviderSettings())
+    provider = PROVIDERS[TENSORRT]
+    provider.load()
+    argument = [(provider.name, provider.options(ProviderSettings()))]
     with pytest.raises(RuntimeError) as caught, libraries.capture_stderr() as lines:
-        ort.InferenceSession(str(onnx), options, providers=argument, enable_fallback=0)
+        ort.InferenceSession(str(onnx), providers=argument, enable_fallback=0)
     assert libraries.error_text(caught.value).startswith("Please install TensorRT libraries")
     assert re.fullmatch(r"libnvinfer\.so\.\d+ is missing", str(libraries.missing_library(lines)))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a driver")
-@pytest.mark.skipif(not PROVIDERS[RTX].present, reason="the package of the provider is not installed")
-def test_a_plugin_that_cannot_be_loaded_names_the_missing_library() -> None:
-    with pytest.raises(DeviceError, match=r"cannot be loaded: lib\S+ is missing"):
-        providers.attach(PROVIDERS[RTX], ort.SessionOptions(), ProviderSettings())
 
 
 def test_stderr_is_captured_inside_the_block_only(capfd: pytest.CaptureFixture[str]) -> None:
@@ -269,7 +259,7 @@ def test_a_provider_runs_all_heavy_operators_and_agrees_with_the_model(name: str
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [n for n in ON_GPUS if PROVIDERS[n].graph_number])
+@pytest.mark.parametrize("name", [n for n in ON_GPUS if PROVIDERS[n].graphs])
 def test_each_binding_replays_its_own_graph(name: str, onnx: Path) -> None:
     """Two alternating bindings with other images and sizes: a wrong graph would return the other logits."""
     with closing(open_runner(onnx, provider=here(name), batch=(1, 4, 8), cuda_graph=True)) as runner:
@@ -290,7 +280,7 @@ def test_each_binding_replays_its_own_graph(name: str, onnx: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [n for n in ON_GPUS if not PROVIDERS[n].graph_number])
+@pytest.mark.parametrize("name", [n for n in ON_GPUS if not PROVIDERS[n].graphs])
 def test_providers_with_one_graph_per_session_reject_graphs(name: str, onnx: Path) -> None:
     with pytest.raises(InputError, match="supports only one CUDA graph per session"):
         open_runner(onnx, provider=here(name), cuda_graph=True)

@@ -192,8 +192,8 @@ def test_doctor_describes_this_machine() -> None:
     assert set(EXPORTERS) < set(targets)
     for name in ("onnx", "onnxruntime CPUExecutionProvider", "torch cpu"):
         assert targets[name]["run"] is targets[name]["measure"] is None and targets[name]["version"]
-    rtx = targets["onnxruntime NvTensorRTRTXExecutionProvider"]
-    assert rtx["run"] is None or "pip install" in rtx["run"] or "GPU" in rtx["run"]
+    tensorrt = targets["onnxruntime TensorrtExecutionProvider"]
+    assert tensorrt["run"] is None or "pip install" in tensorrt["run"] or "GPU" in tensorrt["run"]
     if not torch.cuda.is_available():
         assert targets["torch cuda"]["run"] and targets["onnxruntime CUDAExecutionProvider"]["run"]
     json.dumps(facts)

@@ -165,7 +165,7 @@ PROVIDER_HELP = "ONNX Runtime execution provider, such as CUDAExecutionProvider,
 runner_options = add_options(
     option("--device", DEVICE_HELP, str.lower, "DEVICE"),
     option("--provider", PROVIDER_HELP, lambda value: PROVIDERS.get(value.lower(), value), "NAME"),
-    option("--engine-cache", "Cache directory for engines built by ONNX Runtime's TensorRT providers.", FOLDER, "DIR"),
+    option("--engine-cache", "Cache directory for engines built by ONNX Runtime's TensorRT provider.", FOLDER, "DIR"),
     option("--threads", "CPU threads of one call (default: the runtime's).", click.IntRange(1, 1024)),
     flag("--trust", "Open engines without a matching sidecar. They can run any code."),
 )
