@@ -110,6 +110,7 @@ torch.nn.init.normal_(model.head.weight, std=10)  # logits that differ clearly
 images = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 data = [(images, model.eval()(images).argmax(1))]
 assert torch.cuda.is_available() and next(model.parameters()).device.type == "cpu"
+torch.cuda.set_device = None  # it is a setting of the caller
 for name, options in (
     ("model.xml", {}),
     ("model.onnx", {}),

@@ -112,7 +112,7 @@ def start(device: str | torch.device = "auto", amp: Amp = "none", workers: int =
         except (distributed.DistError, ValueError) as error:  # ValueError: no address
             message = f"{world_size} processes did not meet within {PATIENCE}: {first_line(error)}"
             raise DeviceError(message, hint="start all of them, with torchrun and the same --rdzv-endpoint") from None
-    if chosen.type == "cuda":
+    if world_size > 1 and chosen.type == "cuda":  # NCCL communicates on the current GPU
         torch.cuda.set_device(chosen)
     return Runtime(chosen, amp, rank, world_size, workers, joined)
 
