@@ -109,7 +109,7 @@ def _record(flavour: Flavour, staged: Path, source: Exported, built: Built, opti
         "tf32": options.precision == "tf32",
         **{name: getattr(options, name) for name in RECORDED},
         "timing_cache": None if options.timing_cache is None else options.timing_cache.name,
-        "gpu": torch.cuda.get_device_name() if flavour is TRT else None,
+        "gpu": torch.cuda.get_device_name(0) if flavour is TRT else None,
         "seconds": round(built.seconds, 3),
         "warnings": built.warnings,
     }
