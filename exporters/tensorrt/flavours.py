@@ -69,7 +69,7 @@ class Flavour:
 
 
 TRT = Flavour("trt", "TensorRT", "tensorrt", "trt", ".engine", b"ftrt", (10, 12))
-RTX = Flavour("trt-rtx", "TensorRT for RTX", "tensorrt_rtx", "rtx", ".rtx.engine", b"vtrt", (1, 0))
+RTX = Flavour("trt-rtx", "TensorRT for RTX", "tensorrt_rtx", "rtx", ".rtx.engine", b"vtrt", (1, 4))
 FLAVOURS = {flavour.name: flavour for flavour in (TRT, RTX)}
 
 
