@@ -69,8 +69,6 @@ class Gpu:
     def state(self) -> GpuState:
         """Clocks, temperature, power, reasons for throttling, and processes not started here."""
         reasons = self._get("CurrentClocksEventReasons")
-        if reasons is None:  # the name before driver 535
-            reasons = self._get("CurrentClocksThrottleReasons")
         running, use = self._get("ComputeRunningProcesses"), self._get("UtilizationRates")
         return {
             "sm_clock_mhz": self._get("ClockInfo", self._nvml.NVML_CLOCK_SM),
