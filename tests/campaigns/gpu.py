@@ -85,7 +85,19 @@ def attempt(what: str, work: Callable[..., Line], *arguments: object) -> Line:
     try:
         return {"what": what, **work(*arguments)}
     except Exception as error:  # noqa: BLE001 - of any runtime
-        return {"what": what, "text": f"not measured: {type(error).__name__}: {first_line(error)}"}
+        return failed(what, error)
+
+
+def guard(what: str, lines: Iterator[Line]) -> Iterator[Line]:
+    """`lines`, and after an error between them the reason: what comes after them still runs."""
+    try:
+        yield from lines
+    except Exception as error:  # noqa: BLE001 - as in `attempt`
+        yield failed(what, error)
+
+
+def failed(what: str, error: Exception) -> Line:
+    return {"what": what, "text": f"not measured: {type(error).__name__}: {first_line(error)}"}
 
 
 def describe(line: Line) -> str:
@@ -134,13 +146,17 @@ def peak_bytes(work: Callable[[], object]) -> int | None:
 def speed(options: Options) -> Iterator[Line]:
     """Dense and pruned models, interleaved: speed-up over the ratio of the MACs, images/s, share of the peak."""
     for name in options.recipes:
-        dense, pruned = prune_recipe(name)
-        models = {"dense": dense, "pruned": vc.fold(pruned)}
-        macs = {label: count_cost(model, input_config(model).size).macs for label, model in models.items()}
-        with TemporaryDirectory() as folder:
-            paths: dict[tuple[str, str], list[str | Path]] = {}
-            for form in options.forms:
-                yield attempt(f"{name}, {form}", measure_form, models, macs, form, paths, Path(folder), options)
+        yield from guard(name, speed_of(name, options))
+
+
+def speed_of(name: str, options: Options) -> Iterator[Line]:
+    dense, pruned = prune_recipe(name)
+    models = {"dense": dense, "pruned": vc.fold(pruned)}
+    macs = {label: count_cost(model, input_config(model).size).macs for label, model in models.items()}
+    with TemporaryDirectory() as folder:
+        paths: dict[tuple[str, str], list[str | Path]] = {}
+        for form in options.forms:
+            yield attempt(f"{name}, {form}", measure_form, models, macs, form, paths, Path(folder), options)
 
 
 def measure_form(
@@ -210,9 +226,13 @@ def compare_with_macs(bench: suite.Bench, macs: dict[str, int]) -> Line:
 def kernels(options: Options) -> Iterator[Line]:
     """Time of each kernel in one fp16 pass of the dense and the pruned model in torch."""
     for name in options.recipes:
-        dense, pruned = prune_recipe(name)
-        for label, model in (("dense", dense), ("pruned", vc.fold(pruned))):
-            yield attempt(f"{name}, kernels, {label}", time_kernels, model, options.batch)
+        yield from guard(f"{name}, kernels", kernels_of(name, options))
+
+
+def kernels_of(name: str, options: Options) -> Iterator[Line]:
+    dense, pruned = prune_recipe(name)
+    for label, model in (("dense", dense), ("pruned", vc.fold(pruned))):
+        yield attempt(f"{name}, kernels, {label}", time_kernels, model, options.batch)
 
 
 @torch.inference_mode()
@@ -313,9 +333,11 @@ def with_another_process(folder: Path, options: Options) -> Line:
     """The conditions that the benchmark records alone and beside a process that keeps the GPU busy."""
     alone = suite.run([folder], options.bench())
     with subprocess.Popen([sys.executable, "-c", BUSY.format(DEVICE)]) as other:
-        time.sleep(8)
-        beside = suite.run([folder], options.bench())
-        other.kill()
+        try:
+            time.sleep(8)
+            beside = suite.run([folder], options.bench())
+        finally:  # leaving the block waits for its end
+            other.kill()
     result = {"alone": alone, "beside": beside}
     return {
         "text": "; ".join(f"{name}: {', '.join(bench.disturbed) or 'undisturbed'}" for name, bench in result.items()),
@@ -485,7 +507,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.add_argument(f"--{name}", type=str if many else type(value), nargs="+" if many else None, default=value)
     args = vars(parser.parse_args(arguments))
     options = Options(**{name: args[name] for name in vars(default)})
-    lines = (line for part in args["parts"] for line in PARTS[part](options))
+    lines = (line for part in args["parts"] for line in guard(part, PARTS[part](options)))
     record(lines, args["out"], vars(options), lambda line: f"{describe(line)}{rates(line)}")
     return 0
 

@@ -48,3 +48,13 @@ def test_every_other_part_measures(recipe: str, tmp_path: Path, monkeypatch: pyt
     lines = json.loads(out.read_text())["figures"]
     assert not [line for line in lines if "not measured" in line.get("text", "")]
     assert {line["what"].split(",")[0] for line in lines} >= {"giant", "transfer entropy", "UP-ViT", "training step"}
+
+
+def test_a_recipe_or_a_model_that_fails_does_not_end_the_campaign(recipe: str, tmp_path: Path) -> None:
+    out, words = tmp_path / "speed.json", ("--recipes", "no_recipe", recipe, "--forms", "torch fp32", *SMALL)
+    words = (*words, "--model", "no_model")
+    assert gpu.main(["harness", "kernels", "speed", "--out", str(out), *words]) == 0
+    lines = {line["what"]: line for line in json.loads(out.read_text())["figures"]}
+    failed = [what for what, line in lines.items() if line.get("text", "").startswith("not measured: ")]
+    assert failed == ["harness", "no_recipe, kernels", "no_recipe"]
+    assert lines[f"{recipe}, torch fp32"]["speedup"]
