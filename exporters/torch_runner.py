@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vitcompress.errors import DeviceError, InputError
+from vitcompress.errors import DeviceError, InputError, first_line
 from vitcompress.exporters.calls import BoundCall, QueuedCall, add_transfers, record_graph
 from vitcompress.exporters.runner import Runner, RunnerOptions
 from vitcompress.io import hardware
@@ -101,8 +101,14 @@ class TorchRunner(Runner):
             _set_tf32(on=self._precision == "tf32")
         backend = SDPA[self._options.sdpa]
         attention = nullcontext() if backend is None else sdpa_kernel(backend)
-        with torch.autocast(self._device.type, enabled=False), attention:
-            yield
+        try:
+            with torch.autocast(self._device.type, enabled=False), attention:
+                yield
+        except RuntimeError as error:
+            if not first_line(error).startswith(("No viable backend", "No available kernel")):
+                raise
+            problem = f"torch has no attention of kind {self._options.sdpa!r} on {self._device} in {self._precision}"
+            raise DeviceError(f"{self.name} cannot run: {problem}", hint="leave sdpa out, or use 'math'") from None
 
     def synchronize(self) -> None:
         if self._device.type == "cuda":

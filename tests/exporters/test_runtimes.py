@@ -99,6 +99,8 @@ def test_torch_in_half_precision(precision: str) -> None:
 def test_another_attention_kernel_has_the_same_outputs() -> None:
     runner = TorchRunner(build("plain", dtype=torch.float32), RunnerOptions(sdpa="math"), name="model")
     torch.testing.assert_close(runner(X), expected())
+    with pytest.raises(DeviceError, match="torch has no attention of kind 'cudnn' on cpu in fp32"):
+        TorchRunner(build("plain", dtype=torch.float32), RunnerOptions(sdpa="cudnn"), name="model")(X)
 
 
 def test_every_model_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
