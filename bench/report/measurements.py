@@ -82,13 +82,29 @@ def is_dense(artifact: str) -> bool:
     return any(part.startswith(DENSE) for part in Path(artifact).parts[-2:])
 
 
-def pairs(entries: Iterable[records.BenchRecord]) -> Iterator[Pair]:
-    """The dense and compressed artifacts that were measured with the same settings, first those without disturbance."""
+def replaces(new: records.BenchRecord, old: records.BenchRecord) -> bool:
+    """Whether `new` repeats the rows and ratios of `old`, with settings and protocol, and is no more disturbed."""
+
+    def contents(entry: records.BenchRecord) -> Iterator[tuple[object, ...]]:
+        for first, row, ratio in _pair_ratios(entry):
+            base, own = (tuple(map(r.get, ("artifact", "protocol", *SETTINGS))) for r in (first, row))
+            yield from [(own,), (base, own)][: 1 + bool(ratio)]
+
+    return {*contents(new)} >= {*contents(old)} and bool(new["disturbed"]) <= bool(old["disturbed"])
+
+
+def pairs(entries: Iterable[records.BenchRecord]) -> list[Pair]:
+    """The dense and compressed artifacts that were measured with the same settings, latest and best first.
+
+    Those with an interval come before those without; of each kind, those that were not disturbed come first.
+    """
+    result = list[Pair]()
     for entry in sorted(entries, key=lambda entry: bool(entry.get("disturbed"))):
         for first, row, ratio in _pair_ratios(entry):
             same = all(first.get(key) == row.get(key) for key in SETTINGS)
             if ratio and same and is_dense(ratio["a"]) and not is_dense(ratio["b"]):
-                yield first, row, ratio
+                result.append((first, row, ratio))
+    return sorted(result, key=lambda pair: pair[2]["ci95"][1] is None)
 
 
 def list_warnings(entries: Iterable[records.BenchRecord]) -> list[str]:
@@ -105,7 +121,7 @@ def list_warnings(entries: Iterable[records.BenchRecord]) -> list[str]:
 def speed_rows(entries: Iterable[records.BenchRecord]) -> Iterator[tuple[str, ...]]:
     """Latency and throughput of each pair of a dense and a compressed artifact that were interleaved, and one ratio.
 
-    Of measurements of one pair with the same settings, the latest that was not disturbed, else the latest.
+    Of measurements of one pair with the same settings, the first of `pairs`.
     """
     best: dict[tuple[Any, ...], Any] = {}
     for pair in pairs(entries):

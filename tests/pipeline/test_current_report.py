@@ -17,12 +17,13 @@ from command_line import RECIPE, copy_run, images
 from PIL import Image
 
 from vitcompress import cli
-from vitcompress.bench.report.measurements import match_rows, pairs
+from vitcompress.bench.report.measurements import describe_speedup, match_rows, pairs, speed_rows
 from vitcompress.bench.report.page import write_report
 from vitcompress.bench.report.run import markdown, read_report
+from vitcompress.io.progress import SILENT
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.pipeline.folder import dense_folder_of_run
-from vitcompress.pipeline.report import current_report
+from vitcompress.pipeline.report import current_report, record_bench
 
 SPEED = ("--protocol", "paper", "--batch", "2", "--warmup", "1", "--runs", "8")
 WITHOUT_US = "import sys; sys.modules.update(dict.fromkeys(['vitcompress', 'torch', 'timm'])); "
@@ -116,14 +117,41 @@ def test_a_speed_is_shown_for_the_measured_file_only(folder: Path) -> None:
     assert "timm" not in json.dumps([entry["warnings"], entry["disturbed"]])
     assert rows(folder)["model.onnx"]["speed"]["threads"] == 1
     assert "(batch 2, threads 1) |" in (folder / "report.md").read_text()
-    count = len(json.loads((folder / "bench.json").read_text()))
-    call("bench", "run/dense.onnx", "run/model.onnx", "run", *SPEED, "--threads", "1")
-    assert len(json.loads((folder / "bench.json").read_text())) == count  # measured again
     text = "".join((folder / name).read_text() for name in ("bench.json", "report.json", "report.md", "report.html"))
     assert str(folder.resolve()) not in text
     call("export", "run", "--opset", "21")  # another file of the same name
     assert rows(folder)["model.onnx"]["speed"] is None
     assert rows(folder)["dense.onnx"]["speed"] is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "disturbed", "replaced"),
+    [
+        (("dense.onnx", "model.onnx", "--runs", "8"), False, True),
+        (("dense.onnx", "model.onnx", "model-uint8.onnx", "--runs", "8"), False, True),
+        (("dense.onnx", "model.onnx", "--runs", "8"), True, False),
+        (("dense.onnx", "model.onnx", "--runs", "3"), False, False),
+        (("dense.onnx", "model.onnx", "--runs", "3"), True, False),
+        (("model.onnx", "dense.onnx", "--runs", "8"), False, False),
+        (("model-uint8.onnx", "model.onnx", "dense.onnx", "--runs", "8"), False, False),
+        (("model.onnx", "--runs", "8"), False, False),
+    ],
+)
+def test_a_worse_measurement_replaces_no_better_one(
+    folder: Path, arguments: Sequence[str], disturbed: bool, replaced: bool
+) -> None:
+    call("export", "run", "--uint8")
+    speed = ("--protocol", "paper", "--batch", "3", "--warmup", "1")
+    names = [f"run/{word}" if "onnx" in word else word for word in arguments]
+    first = json.loads(call("bench", "run/dense.onnx", "run/model.onnx", *speed, "--runs", "8", "--json"))
+    later = json.loads(call("bench", *names, *speed, "--json"))
+    RunFolder(folder).benchmark.unlink()
+    for measured, reasons in ((first, []), (later, ["busy"] * disturbed)):
+        record_bench(["run"], {**measured, "disturbed": reasons}, SILENT)
+    samples = [entry["rows"][-1]["samples_ms"] for entry in json.loads((folder / "bench.json").read_text())]
+    assert (first["rows"][-1]["samples_ms"] not in samples) is replaced and len(samples) == 2 - replaced
+    (ratio,) = [cells for name, *cells in speed_rows(read_report(folder)["bench"]) if name.startswith("speed-up")]
+    assert describe_speedup((later if replaced else first)["ratios"][0]) in ratio
 
 
 def test_a_speed_with_transfers_is_not_in_the_table_of_files(folder: Path) -> None:

@@ -14,8 +14,8 @@ from vitcompress.bench.accuracy import EvaluateOptions, Evaluation, select_data
 from vitcompress.bench.plots import structure
 from vitcompress.bench.report import page, records
 from vitcompress.bench.report import run as reports
-from vitcompress.bench.report.measurements import SETTINGS, find_speed, match_rows, read_benchmarks
-from vitcompress.bench.report.records import ArtifactRecord, BenchRecord, BenchRow, FileAccuracy, Report
+from vitcompress.bench.report.measurements import find_speed, match_rows, read_benchmarks, replaces
+from vitcompress.bench.report.records import ArtifactRecord, BenchRecord, FileAccuracy, Report
 from vitcompress.errors import InputError, VitcompressError, first_line
 from vitcompress.exporters.runtimes import exported_files
 from vitcompress.exporters.sidecar import DENSE, find_mismatches, usable_sidecar
@@ -231,19 +231,14 @@ def _describe_agreement(name: str, sidecar: Mapping[str, Any]) -> str:
 def record_bench(artifacts: Iterable[str | Path], measured: BenchRecord, progress: Progress) -> None:
     """Add a measurement to the start of bench.json of each run folder that it has files of, and update their reports.
 
-    It replaces earlier ones of the same files with the same settings.
+    It replaces earlier ones that it repeats.
     """
-
-    def key(row: BenchRow) -> tuple[object, ...]:
-        return tuple(row.get(name) for name in ("artifact", "batch", *SETTINGS))
 
     def add(files: RunFolder) -> None:
         names = list_names(files.path, reports.read_report(files.path))
         if own := match_rows([measured], names):
-            again = {key(row) for row in own[0]["rows"]}
             old = match_rows(read_record(files.benchmark, list[BenchRecord]) or (), names)
-            kept = (entry for entry in old if not again.issuperset(map(key, entry["rows"])))
-            write_json(files.benchmark, [*own, *kept])
+            write_json(files.benchmark, [*own, *(entry for entry in old if not replaces(own[0], entry))])
 
     refresh_reports(artifacts, progress, add)
 
