@@ -14,7 +14,7 @@ from vitcompress.bench import environment, machine, timing
 from vitcompress.bench.artifacts import Artifact, as_file, open_artifacts, synthetic_images
 from vitcompress.bench.environment import Monitor
 from vitcompress.bench.report import records
-from vitcompress.bench.report.measurements import bench_table
+from vitcompress.bench.report.measurements import bench_table, too_slow
 from vitcompress.errors import InputError, VitcompressError, first_line
 from vitcompress.exporters.options import Positive
 from vitcompress.exporters.runtimes import Runner, RunnerOptions
@@ -70,18 +70,14 @@ class Bench:
         """A table of the rows with the ratios, then the warnings."""
         return "\n".join([bench_table([self.to_dict()]).markdown(), *self.warnings])
 
-    @property
-    def too_slow(self) -> list[records.RatioRecord]:
-        """The ratios whose interval has its lower end below `fail_under`."""
-        return [ratio for ratio in self.ratios if (ratio["ci95"][0] or 0.0) < (self.fail_under or 0.0)]
-
     def to_dict(self) -> records.BenchRecord:
         fields = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
-        return cast(records.BenchRecord, {"bench_format": FORMAT, **fields, "passed": not self.too_slow})
+        return cast(records.BenchRecord, {"bench_format": FORMAT, **fields, "passed": self.failure() is None})
 
     def failure(self) -> str | None:
         """A line for each ratio below `fail_under`; None if none is."""
-        lines = [f"batch {ratio['batch']}: {describe_ratio(ratio)}" for ratio in self.too_slow]
+        ratios = too_slow(self.ratios, self.fail_under)
+        lines = [f"batch {ratio['batch']}: {describe_ratio(ratio)}" for ratio in ratios]
         text = "\n".join([*lines, f"the limit of --fail-under is {self.fail_under or 0:g}"])
         return shorten_names(text, [row["artifact"] for row in self.rows]) if lines else None
 

@@ -57,7 +57,7 @@ def match_rows(entries: Iterable[records.BenchRecord], names: Mapping[str, Seque
 def _match_entry(
     entry: records.BenchRecord, rows: Sequence[records.BenchRow], names: Mapping[str, Sequence[str]]
 ) -> records.BenchRecord:
-    """`entry` with these `rows` alone, and with the ratios and texts that are about no others, under their new names.
+    """`entry` with these `rows` alone, and with the ratios, verdict and texts about no others, under their new names.
 
     Of several names of equal files, an artifact gets its own, else one that contains its last part.
     """
@@ -74,7 +74,13 @@ def _match_entry(
     result["rows"] = [{**row, "artifact": renamed[row["artifact"]]} for row in rows]
     ratios = [ratio for ratio in entry.get("ratios", ()) if {ratio["a"], ratio["b"]} <= renamed.keys()]
     result["ratios"] = [{**ratio, "a": renamed[ratio["a"]], "b": renamed[ratio["b"]]} for ratio in ratios]
+    result["passed"] = not too_slow(ratios, entry.get("fail_under"))
     return cast(records.BenchRecord, result)
+
+
+def too_slow(ratios: Iterable[records.RatioRecord], limit: float | None) -> list[records.RatioRecord]:
+    """The ratios whose interval has its lower end below the `limit`, if there is one."""
+    return [ratio for ratio in ratios if (ratio["ci95"][0] or 0.0) < (limit or 0.0)]
 
 
 def is_dense(artifact: str) -> bool:

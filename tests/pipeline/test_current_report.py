@@ -251,6 +251,18 @@ def test_speeds_without_their_files_are_dropped() -> None:
     assert match_rows([entry], {"3": ["model.onnx"]}) == []
 
 
+def test_a_limit_that_another_file_missed_is_not_missed_here() -> None:
+    files = {"1": "dense.onnx", "2": "model.onnx", "3": "/elsewhere/slow.onnx"}
+    rows = [{"artifact": name, "sha256": sha256} for sha256, name in files.items()]
+    about: Any = {"warnings": [], "notes": [], "disturbed": [], "rows": rows, "fail_under": 1.4, "passed": False}
+    lower = {"model.onnx": 1.5, "/elsewhere/slow.onnx": 1.3}
+    ratios = [{"a": "dense.onnx", "b": name, "ci95": [low, 9.0]} for name, low in lower.items()]
+    names = {sha256: [name] for sha256, name in files.items()}
+    for known, passed in ((("1", "2"), True), (("1", "3"), False), (("1", "2", "3"), False)):
+        (own,) = match_rows([{**about, "ratios": ratios}], {key: names[key] for key in known})
+        assert own["passed"] is passed and len(own["ratios"]) == len(known) - 1
+
+
 def test_an_accuracy_is_shown_for_the_file_that_it_was_counted_with(folder: Path) -> None:
     shares = {"top1": 0.5, "top5": 1.0, "top1_ci95": [0.0, 1.0]}
     unknown = {"correct": 1, "correct5": 2, "total": 2, "loss": 1.0, **shares}
