@@ -348,6 +348,8 @@ def test_the_comparison_explains_what_the_plot_lacks(folder: Path) -> None:
         ("other", "dense B"),
     ]
     assert Path("cmp.png").is_file() and shown["plot"] == "cmp.png"
+    recorded = json.loads(call("report", "run", "--json"))["runs"]["run"]["bench"]
+    assert shown["runs"]["run"]["bench"] == recorded, "each measurement once"
     del measured["machine"]
     Path("b.json").write_text(json.dumps(measured))
     error = call("report", "run", "--bench", "b.json", code=2)

@@ -152,7 +152,8 @@ def read_reports(folders: Sequence[str], bench: Path | None, progress: Progress)
         report = refresh_report(Path(folder), progress)
         for problem in find_changes(Path(folder), RunFolder(Path(folder)).weights).values():
             progress.note(f"the figures of {folder} may be those of other weights: {problem}")
-        runs[folder] = {**report, "bench": [*own.get(folder, ()), *(report.get("bench") or ())] or None}
+        new, recorded = own.get(folder, []), report.get("bench") or ()
+        runs[folder] = {**report, "bench": [*new, *(entry for entry in recorded if entry not in new)] or None}
     return runs
 
 
