@@ -30,11 +30,15 @@ def read_benchmarks(path: Path) -> list[records.BenchRecord]:
     return entries
 
 
+def _undisturbed_first(entries: Iterable[records.BenchRecord]) -> list[records.BenchRecord]:
+    return sorted(entries, key=lambda entry: bool(entry.get("disturbed")))
+
+
 def find_speed(
     entries: Iterable[records.BenchRecord], sha256: str | None, settings: Mapping[str, object] | None = None
 ) -> records.SpeedRecord | None:
-    """The latest measurement, which comes first, of the file with this hash, or None. settings: values of its row."""
-    rows: list[dict[str, object]] = [dict(row) for entry in entries for row in entry["rows"]]
+    """The latest measurement, best an undisturbed one, of the file with this hash. settings: values of its row."""
+    rows: list[dict[str, object]] = [dict(row) for entry in _undisturbed_first(entries) for row in entry["rows"]]
     same = [row for row in rows if row.get("sha256") == sha256 and (settings or {}).items() <= row.items()]
     return cast(records.SpeedRecord, {key: same[0][key] for key in SPEED_KEYS}) if sha256 and same else None
 
@@ -105,7 +109,7 @@ def pairs(entries: Iterable[records.BenchRecord]) -> list[Pair]:
     Those with an interval come before those without; of each kind, those that were not disturbed come first.
     """
     result = list[Pair]()
-    for entry in sorted(entries, key=lambda entry: bool(entry.get("disturbed"))):
+    for entry in _undisturbed_first(entries):
         for first, row, ratio in _pair_ratios(entry):
             same = all(first.get(key) == row.get(key) for key in SETTINGS)
             if ratio and same and is_dense(ratio["a"]) and not is_dense(ratio["b"]):

@@ -17,8 +17,9 @@ from command_line import RECIPE, copy_run, images
 from PIL import Image
 
 from vitcompress import cli
-from vitcompress.bench.report.measurements import describe_speedup, match_rows, pairs, speed_rows
+from vitcompress.bench.report.measurements import describe_speedup, find_speed, match_rows, pairs, speed_rows
 from vitcompress.bench.report.page import write_report
+from vitcompress.bench.report.records import SpeedRecord
 from vitcompress.bench.report.run import markdown, read_report
 from vitcompress.io.progress import SILENT
 from vitcompress.io.run_folder import RunFolder
@@ -110,6 +111,7 @@ def test_the_dense_model_is_exported_with_the_same_options(folder: Path) -> None
 
 
 def test_a_speed_is_shown_for_the_measured_file_only(folder: Path) -> None:
+    (folder / "bench.json").unlink()  # its measurement may be less disturbed than the new one
     call("bench", "run/dense.onnx", "run/model.onnx", "run", "timm:vit_tiny_patch16_224", *SPEED, "--threads", "1")
     entry = json.loads((folder / "bench.json").read_text())[0]
     names = ["dense.onnx", "model.onnx", "model.safetensors"]
@@ -249,6 +251,17 @@ def test_speeds_without_their_files_are_dropped() -> None:
     assert own["warnings"] == ["model.onnx, batch 2: noisy", "all: busy"]
     assert match_rows([own], {"1": ["copy.onnx", "model.onnx"]}) == [own]
     assert match_rows([entry], {"3": ["model.onnx"]}) == []
+
+
+@pytest.mark.parametrize(("disturbed", "rate"), [(["busy", ""], 2.0), (["", ""], 1.0), (["busy", "busy"], 1.0)])
+def test_the_speed_of_a_file_is_that_of_an_undisturbed_measurement(disturbed: Sequence[str], rate: float) -> None:
+    keys = dict.fromkeys(SpeedRecord.__annotations__)
+    entries: Any = [
+        {"disturbed": list(filter(None, [reason])), "rows": [{**keys, "sha256": "1", "images_per_second": float(n)}]}
+        for n, reason in enumerate(disturbed, 1)
+    ]
+    speed = find_speed(entries, "1")
+    assert speed is not None and speed["images_per_second"] == rate
 
 
 def test_a_limit_that_another_file_missed_is_not_missed_here() -> None:
