@@ -24,7 +24,8 @@ from vitcompress.bench.report.run import markdown, read_report
 from vitcompress.io.progress import SILENT
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.pipeline.folder import dense_folder_of_run
-from vitcompress.pipeline.report import current_report, record_bench
+from vitcompress.pipeline.report import current_report, describe_agreement, record_bench
+from vitcompress.verify.outputs import Comparison
 
 SPEED = ("--protocol", "paper", "--batch", "2", "--warmup", "1", "--runs", "8")
 WITHOUT_US = "import sys; sys.modules.update(dict.fromkeys(['vitcompress', 'torch', 'timm'])); "
@@ -262,6 +263,21 @@ def test_the_speed_of_a_file_is_that_of_an_undisturbed_measurement(disturbed: Se
     ]
     speed = find_speed(entries, "1")
     assert speed is not None and speed["images_per_second"] == rate
+
+
+@pytest.mark.parametrize(
+    ("flips", "unexplained", "text"),
+    [
+        (0, 0, "passed, 1,040 of 1,040 images"),
+        (5, 0, "passed, 1,040 of 1,040 images (5 in another class)"),
+        (5, 2, "passed, 1,038 of 1,040 images (5 in another class)"),
+    ],
+)
+def test_an_agreement_counts_the_images_in_another_class(flips: int, unexplained: int, text: str) -> None:
+    for place in ("", "; fp32 in torch (1 thread)"):
+        detail = Comparison(1040, flips, unexplained, 0.0, 0.0, 0.0, 0.0).describe_flips() + place
+        checks = [{"name": "agreement.model.onnx.flips", "detail": detail}, {"name": "agreement.x", "detail": "y"}]
+        assert describe_agreement("model.onnx", {"verification": {"verdict": "passed", "checks": checks}}) == text
 
 
 def test_a_limit_that_another_file_missed_is_not_missed_here() -> None:

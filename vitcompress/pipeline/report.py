@@ -204,7 +204,7 @@ def _artifact(
     if not (sidecar := usable_sidecar(path)):
         return None
     stored = {key: sidecar[key] for key in ("format", "bytes", "precision", "verified")}
-    agreement = _describe_agreement(path.name, sidecar)
+    agreement = describe_agreement(path.name, sidecar)
     if find_mismatches(path):
         stored["verified"], agreement = False, "the file has changed"
     record = {
@@ -221,11 +221,11 @@ def _artifact(
     return cast(ArtifactRecord, record)
 
 
-def _describe_agreement(name: str, sidecar: Mapping[str, Any]) -> str:
-    """`passed, ` and the top-1 agreement: the start of the detail of its check."""
+def describe_agreement(name: str, sidecar: Mapping[str, Any]) -> str:
+    """`passed, 540 of 540 images (5 in another class)`: the counts in the detail of its check."""
     verification = sidecar.get("verification") or {"verdict": "not_run", "checks": ()}
     flips = (check["detail"] for check in verification["checks"] if check["name"] == f"{AGREEMENT}{name}.flips")
-    counts = [re.split(r" \(|;", text)[0].removeprefix("agrees with the model: ") for text in flips]
+    counts = [re.sub(r"agrees with the model: |, 95 % [^)]*|;.*", "", text) for text in flips]
     return ", ".join([verification["verdict"].replace("_", " "), *counts])
 
 
