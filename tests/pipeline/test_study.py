@@ -26,7 +26,7 @@ from vitcompress.bench.report.measurements import pairs
 from vitcompress.errors import ArtifactError, OutputError, VitcompressError
 from vitcompress.exporters.runtimes import open_runner
 from vitcompress.exporters.sidecar import read_sidecar
-from vitcompress.io.files import read_json, write_json
+from vitcompress.io.files import file_sha256, read_json, write_json
 from vitcompress.io.manifest import read_manifest, record_changes
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.checkpoint import load_model
@@ -399,6 +399,8 @@ def test_a_file_that_was_exported_again_must_be_evaluated(
     assert CliRunner().invoke(cli.main, ["evaluate", str(path)]).exit_code == 0
     result = run_study(study, StudyOptions(folder, seeds=1))
     assert result["runs"] == [{**int8[2]["runs"][0], "flips": None, "speedup": result["runs"][0]["speedup"]}]
+    rows = {row["artifact"]: row["sha256"] for row in result["speed"]["rows"]}
+    assert rows["control-seed0"] == file_sha256(path) and rows == result["speed"]["models"], "measured again"
 
 
 def test_a_row_without_counted_flips_has_none(int8: tuple[Path, Path, dict[str, Any]], tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ HOW_PAIRS_ARE_COMPARED = (
 class Speed(BenchRecord):
     """Content of speed.json: a benchmark with names of runs instead of files; the first row is the dense model.
 
-    models: SHA-256 of the weights by name. settings: of the study's [speed]. correct: test images that the file of each
+    models: SHA-256 of the files by name. settings: of the study's [speed]. correct: test images that the file of each
     run classifies correctly, so that speed and accuracy are of one file.
     """
 
@@ -54,20 +54,20 @@ def measure_speed(
 ) -> Speed | None:
     """Write speed.json; None if nothing is to be measured yet.
 
-    An existing measurement is used if it has the same settings and includes these models: it may be of more rows.
+    An existing measurement is used if it has the same settings and includes these files: it may be of more rows.
     """
     path = folder / SPEED
     folders = {DENSE: dense_folder(runs[0].recipe, runs[0].folder), **{run.name: run.folder for run in runs}}
-    weights = {name: file_sha256(RunFolder(model).weights) for name, model in folders.items()}
+    files = {name: RunFolder(folder).exported("model", ONNX.suffix) for name, folder in folders.items()}
+    missing = [file for file in files.values() if not (file.is_file() and sidecar_path(file).is_file())]
+    for number, file in enumerate(missing, 1):
+        export_folder(file.parent)
+        progress.update("export", number, len(missing), file.parent.name)
+    models = {name: file_sha256(file) for name, file in files.items()}
     settings = asdict(study.speed)
     known: Speed | None = read_record(path, Speed) if when != "again" else None
-    if known is not None and settings == known["settings"] and weights.items() <= known["models"].items():
+    if known is not None and settings == known["settings"] and models.items() <= known["models"].items():
         return known
-    files = {name: RunFolder(folder).exported("model", ONNX.suffix) for name, folder in folders.items()}
-    for number, file in enumerate(files.values(), 1):
-        if not sidecar_path(file).is_file():
-            export_folder(file.parent)
-        progress.update("export", number, len(files), file.parent.name)
     if when == "later":
         progress.note("speed is not measured yet; the same command without --speed later measures it")
         return None
@@ -81,7 +81,7 @@ def measure_speed(
         result = suite.compare(runners, options, progress).to_dict()
     evaluation = accuracy.EvaluateOptions(runner=runner)
     correct = {n: accuracy.run([str(f)], evaluation)["rows"][0]["correct"] for n, f in files.items() if n != DENSE}
-    speed = cast(Speed, {"models": weights, "settings": settings, "correct": correct, **result})
+    speed = cast(Speed, {"models": models, "settings": settings, "correct": correct, **result})
     write_json(path, speed)
     return speed
 
