@@ -351,6 +351,8 @@ def test_tables_have_means_counts_and_verdicts(whole: tuple[Path, dict[str, Any]
     )
     bare = {**result, "speed": None, "rows": [{**row, "speedup": None} for row in result["rows"]]}
     assert {row[-1] for row in results.row_table(bare).rows} == {"not measured"}
+    page = results.markdown({**result, "study": "a_*b*\n# c", "summary": "<script> [d](javascript:1)"})
+    assert page.startswith("# Study: a\\_\\*b\\* # c\n\n&lt;script&gt; \\[d\\](javascript:1)\n\n|")
 
 
 def change_report(run: Path, change: Callable[[dict[str, Any]], object]) -> None:

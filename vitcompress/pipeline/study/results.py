@@ -20,7 +20,7 @@ from vitcompress.exporters.sidecar import DENSE, sidecar_path
 from vitcompress.io.files import file_sha256, read_record, write_json, write_text
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
-from vitcompress.io.text import NOT_MEASURED, Columns, Table, format_count, format_percent
+from vitcompress.io.text import NOT_MEASURED, Columns, Table, escape_markdown, format_count, format_percent
 from vitcompress.pipeline.export_folder import export_folder
 from vitcompress.pipeline.folder import dense_folder
 from vitcompress.pipeline.study.spec import Row, Run, Study
@@ -264,8 +264,8 @@ def pair_table(study: dict[str, Any]) -> Table:
 
 def markdown(study: dict[str, Any]) -> str:
     """The study as one page."""
-    parts = [f"# Study: {study['study']}", study["summary"], row_table(study).markdown()]
-    parts += ["## Pairs", pair_table(study).markdown(), HOW_PAIRS_ARE_COMPARED]
+    parts = [f"# Study: {escape_markdown(study['study'])}", escape_markdown(study["summary"])]
+    parts += [row_table(study).markdown(), "## Pairs", pair_table(study).markdown(), HOW_PAIRS_ARE_COMPARED]
     return "\n\n".join(parts) + "\n"
 
 
