@@ -1,6 +1,9 @@
 """The file and the options of a study: mistakes are reported before anything runs, and shipped studies are fair."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -256,3 +259,21 @@ def test_a_row_may_replace_other_tables_and_set_what_the_base_has(tmp_path: Path
     control, row = (row.recipe for row in load_study(str(path)).rows)
     assert (row.finetune.lr, row.finetune.epochs, row.run.threads) == (1e-4, control.finetune.epochs, 2)
     assert row.model == control.model
+
+
+@pytest.mark.parametrize(
+    ("settings", "shown"),
+    [
+        ({"PYTHONIOENCODING": "utf-8"}, "\u00b1".encode()),
+        ({"PYTHONIOENCODING": "ascii"}, rb"\xb1"),
+        ({"PYTHONIOENCODING": "iso8859-5"}, rb"\xb1"),
+        ({"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, rb"\xb1"),
+    ],
+)
+def test_a_character_that_the_terminal_lacks_is_printed_as_its_code(
+    tmp_path: Path, settings: dict[str, str], shown: bytes
+) -> None:
+    (tmp_path / "tiny.toml").write_text(TINY.replace("dense, trained on", "dense \u00b1"), encoding="utf-8")
+    words = [sys.executable, "-m", "vitcompress", "study", "tiny.toml", "--dry-run"]
+    done = subprocess.run(words, cwd=tmp_path, env={**os.environ, **settings}, capture_output=True)
+    assert (done.returncode, b"dense " + shown in done.stdout) == (0, True), done.stderr

@@ -33,6 +33,8 @@ class Commands(click.Group):
         """As click's `main`, but the exit code is always 0, 1, 2 or 130."""
         arguments = list(sys.argv[1:] if args is None else args)
         common = {name.strip("-") for name in ("--json", "--debug") if name in arguments}  # before options are parsed
+        with contextlib.suppress(AttributeError):  # no standard output, or one without an encoding
+            sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
         extra |= {"prog_name": extra.get("prog_name") or "vitcompress", "standalone_mode": False, "obj": common}
         code = _exit_code(functools.partial(super().main, arguments, **extra), arguments, common)
         try:
