@@ -197,7 +197,7 @@ def _warm_up(target: Target, samples: Samples, protocol: Protocol) -> None:
 
 
 def is_settled(runs: Sequence[float]) -> bool:
-    """Whether the medians of the last three windows are within 5 %."""
+    """Whether the largest median of the last three windows is at most 5 % above the smallest."""
     if len(runs) < 3 * WINDOW:
         return False
     medians = np.median(np.reshape(runs[-3 * WINDOW :], (3, WINDOW)), axis=1)

@@ -104,10 +104,7 @@ def replaces(new: records.BenchRecord, old: records.BenchRecord) -> bool:
 
 
 def pairs(entries: Iterable[records.BenchRecord]) -> list[Pair]:
-    """The dense and compressed artifacts that were measured with the same settings, latest and best first.
-
-    Those with an interval come before those without; of each kind, those that were not disturbed come first.
-    """
+    """Dense and compressed artifacts with the same settings: with an interval first, of these undisturbed ones."""
     result = list[Pair]()
     for entry in _undisturbed_first(entries):
         for first, row, ratio in _pair_ratios(entry):
@@ -118,7 +115,7 @@ def pairs(entries: Iterable[records.BenchRecord]) -> list[Pair]:
 
 
 def list_warnings(entries: Iterable[records.BenchRecord]) -> list[str]:
-    """Warnings and notes of several measurements, each once with the runtimes that it applies to."""
+    """Warnings and notes, each once with its runtimes; lines that begin with an artifact's name are about it alone."""
     lines = (
         (shorten_names(line, [row["artifact"] for row in entry["rows"]]), row["runtime"])
         for entry in entries
@@ -129,10 +126,7 @@ def list_warnings(entries: Iterable[records.BenchRecord]) -> list[str]:
 
 
 def speed_rows(entries: Iterable[records.BenchRecord]) -> Iterator[tuple[str, ...]]:
-    """Latency and throughput of each pair of a dense and a compressed artifact that were interleaved, and one ratio.
-
-    Of measurements of one pair with the same settings, the first of `pairs`.
-    """
+    """Latency, throughput and ratio of dense and compressed artifacts: of equal settings, the first of `pairs`."""
     best: dict[tuple[Any, ...], Any] = {}
     for pair in pairs(entries):
         best.setdefault((pair[0]["artifact"], pair[1]["artifact"], pair[2]["batch"], *map(pair[0].get, SETTINGS)), pair)
@@ -177,7 +171,7 @@ def bench_table(entries: Sequence[records.BenchRecord]) -> Table:
 def _pair_ratios(
     entry: records.BenchRecord,
 ) -> Iterator[tuple[records.BenchRow, records.BenchRow, records.RatioRecord | None]]:
-    """The first row of each row's batch size, by place as variants share a name, the row, and their ratio, if any."""
+    """The first row of each row's batch size, by place: variants share a name; the row, and their ratio, if any."""
     rows, ratios = entry["rows"], entry.get("ratios", ())
     artifacts, rest = len(rows) // max(1, len(rows) - len(ratios)), iter(ratios)
     return ((rows[n - n % artifacts], row, next(rest) if n % artifacts else None) for n, row in enumerate(rows))

@@ -230,10 +230,7 @@ def describe_agreement(name: str, sidecar: Mapping[str, Any]) -> str:
 
 
 def record_bench(artifacts: Iterable[str | Path], measured: BenchRecord, progress: Progress) -> None:
-    """Add a measurement to the start of bench.json of each run folder that it has files of, and update their reports.
-
-    It replaces earlier ones that it repeats.
-    """
+    """Put a measurement first in bench.json of each run folder with its files, and drop those that it repeats."""
 
     def add(files: RunFolder) -> None:
         names = list_names(files.path, reports.read_report(files.path))
