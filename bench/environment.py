@@ -57,7 +57,6 @@ def monitor(runners: Sequence[RunnerRecord]) -> Iterator[Monitor]:
         "cpu_after": machine.cpu_state(),
         "other_processes_cores": machine.others_cores(seconds, machine.cpu_seconds()),
         "held_back_by_quota": None if pauses is None else (machine.throttle_count() or 0) - pauses,
-        "host_peak_bytes": machine.peak_bytes(),
         "gpu": gpu_monitor.summary(readings),
         "gpu_unwatched": reason,
     }

@@ -19,7 +19,7 @@ from vitcompress.errors import InputError, VitcompressError, first_line
 from vitcompress.exporters.options import Positive
 from vitcompress.exporters.runtimes import Runner, RunnerOptions
 from vitcompress.io.progress import SILENT, Progress
-from vitcompress.io.text import describe_ratio, shorten_names
+from vitcompress.io.text import format_interval, format_ratio, shorten_names
 from vitcompress.recipe.schema import ProtocolTable
 from vitcompress.training.options import Seed
 
@@ -76,8 +76,11 @@ class Bench:
 
     def failure(self) -> str | None:
         """A line for each ratio below `fail_under`; None if none is."""
-        ratios = too_slow(self.ratios, self.fail_under)
-        lines = [f"batch {ratio['batch']}: {describe_ratio(ratio)}" for ratio in ratios]
+        lines = [
+            f"batch {r['batch']}: {r['b']} is {format_ratio(r['median'], 3)} times as fast as {r['a']} "
+            f"({format_interval(r['ci95'], 3)})"
+            for r in too_slow(self.ratios, self.fail_under)
+        ]
         text = "\n".join([*lines, f"the limit of --fail-under is {self.fail_under or 0:g}"])
         return shorten_names(text, [row["artifact"] for row in self.rows]) if lines else None
 
@@ -152,7 +155,6 @@ def _row(
         "protocol": protocol.id,
         "input_size": list(runner.input_size),
         "input": environment.describe_input(description),
-        "caches": "warm: every run uses the same input and weights",
         "warmup": samples.warmup_runs,
         "runs": len(samples.runs_ms),
         "latency_ms": samples.latency_ms(),

@@ -13,6 +13,7 @@ TABLE = re.compile(r"^\| avoid \| write \|\n\| --- \| --- \|\n((?:\|.*\n)+)", re
 # Inflected forms of a listed word. `held-out` is a standard term.
 ENDINGS = {"judge": r"judg(?:e|es|ed|ing)", "refuse": r"refus(?:e|es|ed|ing|al)", "vouch": r"vouch(?:es|ed|ing)?"}
 NAMES = {"told", "said", "asked", "found", "given", "made", "held", "judged", "refused", "vouched"}
+STORED_KEYS = {"held_back_by_quota"}  # of files of version 1; no name for new code
 STRINGS = {tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
 FOLDERS = ("vitcompress", "exporters", "bench", "recipes", "tests")
 
@@ -58,7 +59,8 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
 def problems_in(path: Path) -> list[str]:
     place = path.relative_to(ROOT)
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    wrong = [f"{place}:{line}: name {name}" for line, name in names(tree) if NAMES & set(name.lower().split("_"))]
+    own = [(line, name) for line, name in names(tree) if name not in STORED_KEYS]
+    wrong = [f"{place}:{line}: name {name}" for line, name in own if NAMES & set(name.lower().split("_"))]
     wrong += [f"{place}:{line}: {match[0]}" for line, text in prose(path) if (match := PATTERN.search(text))]
     return wrong
 

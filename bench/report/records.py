@@ -101,7 +101,6 @@ class BenchRow(RunnerRecord, SpeedRecord):
 
     input_size: Sequence[int]
     input: str
-    caches: str
     warmup: int
     warmup_seconds: float
     settled: bool | None
@@ -160,17 +159,13 @@ class GpuSummary(TypedDict):
     looks: int
 
 
-# Functional syntax: a key of version 1 that is no name for new code.
-_Quota = TypedDict("_Quota", {"held_back_by_quota": "int | None"})  # noqa: UP013
-
-
-class Conditions(_Quota):
+class Conditions(TypedDict):
     """State of the machine during the measurement of one batch size."""
 
     cpu_before: CpuState
     cpu_after: CpuState
     other_processes_cores: float | None
-    host_peak_bytes: int | None
+    held_back_by_quota: int | None
     gpu: GpuSummary | None
     gpu_unwatched: str | None
 

@@ -3,7 +3,6 @@
 from vitcompress.io.text import (
     Table,
     describe_differences,
-    describe_ratio,
     format_change,
     format_count,
     format_interval,
@@ -34,18 +33,14 @@ def test_significant_digits() -> None:
     assert [format_number(milliseconds, 4) for milliseconds in (0.0061694, 0.8913, 26.644, 7240.476)] == [
         "0.006169", "0.8913", "26.64", "7,240",
     ]  # fmt: skip
-    ratio = {"a": "x", "b": "y", "median": 183.655, "ci95": [1.5, None]}
-    assert describe_ratio(ratio) == "y is 183.7 times as fast as x (no interval)"
+    ratio = {"median": 183.655, "ci95": [1.5, None]}
     assert format_interval([1.5, 12.345]) == "95 % interval 1.50 to 12.3"
     assert format_speedup(ratio) == "183.7x (no interval)"
     assert format_speedup({**ratio, "ci95": [1.5, 12.345]}) == "183.7x (1.50 to 12.3)"
-    slow = {"a": "x", "b": "y", "median": 0.00432, "ci95": [0.00421, 0.0999]}
+    slow = {"median": 0.00432, "ci95": [0.00421, 0.0999]}
     assert format_speedup(slow) == "0.0043x (0.0042 to 0.1)", "0.00 is no ratio"
-    near = {"a": "x", "b": "y", "median": 1.5, "ci95": [1.00004, 1.6]}
-    assert describe_ratio(near) == "y is 1.500 times as fast as x (95 % interval >1.000 to 1.600)"
     table = Table("", ("file", "speed-up"), [("a", ">1.000x"), ("b", "1.5x")])
     assert "| --- | ---: |" in table.markdown()
-    assert describe_ratio(slow) == "y is 0.00432 times as fast as x (95 % interval 0.00421 to 0.0999)"
 
 
 def test_a_small_change_is_not_shown_as_none() -> None:

@@ -87,12 +87,6 @@ def format_speedup(ratio: Mapping[str, Any], title: str = "") -> str:
     return f"{format_ratio(ratio['median'], digits)}x ({format_interval(ratio['ci95'], digits, title)})"
 
 
-def describe_ratio(ratio: Mapping[str, Any]) -> str:
-    """`model.onnx is 1.507 times as fast as dense.onnx (95 % interval 1.451 to 1.563)`"""
-    figures = format_ratio(ratio["median"], 3), format_interval(ratio["ci95"], 3)
-    return f"{ratio['b']} is {figures[0]} times as fast as {ratio['a']} ({figures[1]})"
-
-
 def shorten_paths(names: Iterable[str]) -> dict[str, str]:
     """Each path -> its shortest unique suffix: `a/model.onnx` and `b/model.onnx`."""
     result = dict.fromkeys(names, "")
