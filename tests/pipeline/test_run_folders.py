@@ -320,7 +320,7 @@ def test_other_images_than_those_of_the_dense_model_are_rejected(tmp_path: Path,
     if shared:
         with pytest.raises(DataError) as second:
             world.run(tmp_path, *sets, text=SMALL, name="second", fresh=True)
-        assert "remove this folder and start over" in str(second.value.hint)
+        assert "delete this folder and start over" in str(second.value.hint)
     assert tree(tmp_path) == before
     if not shared:
         world.run(tmp_path, *sets, text=SMALL, fresh=True)

@@ -309,6 +309,7 @@ def export(
     exporter.check_path(path)
     with convert_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
+    create.check_weights(model)
     # As `save_model` names the weights, without dropout, where images are: ranges and outputs are measured.
     model = prepare_model(copy_model(model)).cpu().eval()
     original, calibration = Original(model, noise_images(model, create.plan_of(model)), real=False), None
