@@ -204,8 +204,8 @@ def test_unreadable_training_and_test_images_are_listed_together(tmp_path: Path)
         ),
         (DataOptions("timm:torch/nonsense", "/nowhere"), "Unknown torchvision dataset nonsense"),
         *(
-            (DataOptions(f"timm:{reader}/NAME"), "is not supported")
-            for reader in ("hfds", "HFDS", "hfids", "tfds", "wds")
+            (DataOptions(f"timm:{reader}"), "is not supported")
+            for reader in ("hfds/NAME", "HFDS/NAME", "hfids/NAME", "tfds/NAME", "wds/NAME", "cifar10", "torch/")
         ),
     ],
 )

@@ -123,7 +123,7 @@ def _open(options: DataOptions) -> Splits:
         return _built_in(options.source)
     if options.source == "imagefolder":
         return _image_folder(options)
-    if re.match("timm:(torch/|[^/]*$)", options.source):
+    if re.fullmatch("timm:(torch/.+)?", options.source):
         return _timm(options)
     hint = "use digits, tinted, imagefolder, timm: or timm:torch/NAME; other readers of timm may download files"
     raise DataError(f"data source {options.source!r} is not supported", hint=hint)
