@@ -80,15 +80,24 @@ def test_the_product_of_two_linear_layers(first_bias: bool, second_bias: bool) -
         assert_moved(without, expected)
 
 
-@pytest.mark.parametrize(("variant", "activations"), [("plain", [0, 1]), ("layer_scale", [])])
-def test_weights_stored_in_float32_are_rounded_once(variant: str, activations: list[int]) -> None:
-    """The product of the same weights in float64, cast once, is the stored layer bit for bit."""
+@pytest.mark.parametrize(
+    ("variant", "activations", "casts"), [("plain", [0, 1], 1), ("layer_scale", [], 1), ("layer_scale", [0, 1], 2)]
+)
+def test_weights_stored_in_float32_are_rounded_once_by_each_fold(
+    variant: str, activations: list[int], casts: int
+) -> None:
+    """The product of the same weights in float64, cast once, is the stored layer bit for bit.
+
+    A LayerScale after a folded FFN is a second fold: with it, three casts lie between the two layers.
+    """
     model = build(variant, dtype=torch.float32)
     plan = depth_plan(model, contract(variant).plan, [], activations)
     exact = apply_plan(deepcopy(model), plan).double()
     assert fold_linears(apply_plan(model, plan), plan).plan.folded == fold_linears(exact, plan).plan.folded != ()
     cast = exact.float().state_dict()
-    assert all(torch.equal(cast[name], tensor) for name, tensor in model.state_dict().items())
+    bound = 0.0 if casts == 1 else (casts + 1) * torch.finfo(torch.float32).eps / 2
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(tensor, cast[name], rtol=bound, atol=0.0)
 
 
 @pytest.mark.parametrize(("ratio", "folds"), [(0.25, False), (0.5, False), (0.5625, True)])
