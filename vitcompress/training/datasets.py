@@ -150,7 +150,8 @@ class MappedImages(Images):
                 seed(0)
             images = [self[i][0] for i in np.linspace(0, len(self) - 1, min(8, len(self)), dtype=int).tolist()]
         finally:
-            random.setstate(states[0]), np.random.set_state(states[1])
+            random.setstate(states[0])
+            np.random.set_state(states[1])
             torch.set_rng_state(states[2])
         return tensors_digest(image if self.prepared else torch.tensor(np.array(image)) for image in images)
 

@@ -10,8 +10,8 @@ One number d for each precision, its share, limits how much the logits may chang
   what rounding explains, if that is more, as on images whose logits are all small: errors of a norm r turn x by an
   angle whose sine is at most r / |x|, and by any angle if r is more than |x|;
 - kl: KL(model || file) of every image is at most 2 d^2 nats, so that no probability changes by more than d (Pinsker's
-  inequality: total variation <= sqrt(KL / 2)); or what rounding explains on the nearest ties, if that is more, as for
-  logits so large that their roundings are not small beside 1 (`tolerance.rounding_limit`);
+  inequality: total variation <= sqrt(KL / 2)); or what rounding explains on the images of `Original.rounding`, if that
+  is more, as for logits so large that their roundings are not small beside 1 (`tolerance.rounding_limit`);
 - flips: the top-1 class changes only between near ties: where the two best logits differ by at most 2 e, for the
   rounding error e of a logit in this precision (`tolerance.rounding_limit`; in fp32 on the CPU the error allowed). Each
   of the two may be off by e, so that such a change says nothing about the file. It is counted, and does not fail:
