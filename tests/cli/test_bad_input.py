@@ -301,3 +301,11 @@ def test_what_standard_output_refuses_is_reported_once(arguments: str) -> None:
     assert "Traceback" not in full.stderr and "Exception" not in full.stderr
     closed = subprocess.run(f"{command} >&-", shell=True, cwd=SOURCE, capture_output=True, text=True)
     assert closed.returncode == (2 if "nowhere" in arguments else 0) and not closed.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="POSIX shell")
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_commands_run_without_standard_streams(closed: str, tmp_path: Path) -> None:
+    command = f"{sys.executable} -m vitcompress recipe digits_hetdpt --dry-run {closed}"
+    result = subprocess.run(command, shell=True, cwd=SOURCE, capture_output=True, text=True)
+    assert result.returncode == 0 and ("MACs" in result.stdout) == (closed == "2>&-")

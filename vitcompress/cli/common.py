@@ -33,13 +33,14 @@ class Commands(click.Group):
         """As click's `main`, but the exit code is always 0, 1, 2 or 130."""
         arguments = list(sys.argv[1:] if args is None else args)
         common = {name.strip("-") for name in ("--json", "--debug") if name in arguments}  # before options are parsed
-        with contextlib.suppress(AttributeError):  # no standard output, or one without an encoding
+        _open_closed_streams()
+        with contextlib.suppress(AttributeError):  # a standard output without an encoding
             sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
         extra |= {"prog_name": extra.get("prog_name") or "vitcompress", "standalone_mode": False, "obj": common}
         code = _exit_code(functools.partial(super().main, arguments, **extra), arguments, common)
         try:
             sys.stdout.flush()
-        except (OSError, AttributeError):  # a full disk, or no standard output at all
+        except OSError:  # a full disk
             sys.stdout = None  # Python would flush it again and change the exit code
         sys.exit(code)
 
@@ -92,6 +93,15 @@ def abort_on_interrupts() -> Iterator[None]:
         sys.unraisablehook = before
         if pressed:
             raise click.Abort
+
+
+def _open_closed_streams() -> None:
+    """Replace closed standard streams by os.devnull, so that no other file has their descriptors."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
 
 
 def _exit_code(call: Callable[[], Any], arguments: Sequence[str], common: set[str]) -> int:

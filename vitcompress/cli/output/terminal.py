@@ -60,7 +60,7 @@ def print_line(text: str) -> None:
 
 def print_document(text: str, kind: Literal["toml", "markdown"]) -> None:
     """A document on standard output, colored or, in a wide terminal, rendered."""
-    console = None if sys.stdout is None or not sys.stdout.isatty() else stream_console(stderr=False)
+    console = None if not sys.stdout.isatty() else stream_console(stderr=False)
     if console is None or (kind == "markdown" and console.width < WIDE):
         return print_text(text)
     text = printable(text)
