@@ -215,7 +215,9 @@ def load_handed_over(model: nn.Module, folder: Path, plan: Plan, runtime: Runtim
     on_disk = load_for(path, plan) if runtime.is_main and path.is_file() else None
     tensors: dict[str, Tensor] | None = runtime.broadcast(on_disk)
     if tensors is not None:
-        load_strictly(prepare_model(model), tensors, path, assign=False)  # on its device
+        prepared = prepare_model(model)
+        with torch.inference_mode():  # the weights may have been created in it
+            load_strictly(prepared, tensors, path, assign=False)  # on its device
 
 
 @dataclass(frozen=True)
