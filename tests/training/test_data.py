@@ -375,6 +375,20 @@ def test_an_image_that_breaks_later_is_named_in_one_sentence(tmp_path: Path, wor
     assert caught.value.hint == "remove or replace it"
 
 
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm here")
+def test_workers_need_shared_memory_for_two_batches_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers lose batches that do not fit, for which torch would wait forever."""
+    data, runtime = numbered(8), Runtime(torch.device("cpu"), workers=2)
+    need = 2 * 2 * 8 * 16  # no batch has more than all 8 images
+    usage = shutil.disk_usage("/dev/shm")
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=need))
+    assert flat(EvalLoader(data, INPUT, 100, runtime)) == [*range(8)]
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=need - 1))
+    assert flat(EvalLoader(data, INPUT, 100, CPU)) == [*range(8)]
+    with pytest.raises(InputError, match=r"shared memory .*\n.*fewer workers"):
+        EvalLoader(data, INPUT, 100, runtime)
+
+
 # ------------------------------------------------------------------------------------------------------------- loaders
 
 

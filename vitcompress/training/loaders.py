@@ -4,8 +4,11 @@ All processes share one order of the training images, so two processes together 
 In evaluation each image goes to exactly one process.
 """
 
+import math
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -208,6 +211,9 @@ def _prefetch(
     if dataset.prepared and active:
         message = "crop, flip, color and erasing need PIL images, and the data set gives tensors"
         raise InputError(message, hint="set augmentation.no_aug = true, or pass a data set of PIL images")
+    if runtime.workers:
+        batch = min(batch_size, len(dataset)) * math.prod(input.size) * (4 if dataset.prepared else 1)  # bytes
+        _check_shared_memory(2 * runtime.workers * batch)
     loader = DataLoader(
         Views(dataset, range(len(dataset)), image_transform(input, augmentation), "L" if input.size[0] == 1 else "RGB"),
         batch_size,
@@ -222,6 +228,13 @@ def _prefetch(
         return BatchLoader(loader, runtime)
     erase: dict[str, float | str] = {"re_prob": active.reprob, "re_mode": active.remode} if active else {}
     return PrefetchLoader(loader, input.mean, input.std, input.size[0], runtime.device, runtime.dtype, **erase)
+
+
+def _check_shared_memory(need: int) -> None:
+    """Raise InputError if batches of `need` bytes do not fit: torch would wait forever for what its workers lost."""
+    if (shared := Path("/dev/shm")).is_dir() and (free := shutil.disk_usage(shared).free) < need:
+        message = f"the workers need {need / 1e6:.1f} MB of shared memory (/dev/shm), {free / 1e6:.1f} MB are free"
+        raise InputError(message, hint="use fewer workers, smaller batches, or docker run --shm-size=8g")
 
 
 def image_transform(input: InputConfig, augmentation: Augmentation | None = None) -> Transform:

@@ -154,7 +154,7 @@ def check_options(
             hint = "omit it, or change the option that makes it ineffective, as in augmentation.no_aug = false"
             raise InputError(f"augmentation.{name} has no effect: {reason}", hint=hint)
         # The loader checks the other ones; nothing is loaded here.
-        on_cpu, size = replace(runtime, device=torch.device("cpu"), workers=0), share // options.accumulate
+        on_cpu, size = replace(runtime, device=torch.device("cpu")), share // options.accumulate
         loader = TrainLoader(train_set, input, size, on_cpu, augmentation=options.augmentation, seed=0, classes=1)
         if len(loader) < options.accumulate:
             images = runtime.world_size * len(loader.sampler)
