@@ -513,6 +513,26 @@ def test_files_do_not_depend_on_autocast_of_the_caller(options: dict[str, Any], 
     assert outputs[0] == outputs[1]
 
 
+@pytest.mark.parametrize("amp", ["none", "bf16"])
+def test_trainings_do_not_depend_on_autocast_of_the_caller(amp: str) -> None:
+    """With `amp`, torch would also keep the weights of the first step in bf16 until the caller's region ends."""
+    expected, network = model(), model()
+    vc.finetune(expected, batches(), epochs=2, amp=amp)
+    with torch.autocast("cpu", torch.bfloat16):
+        vc.finetune(network, batches(), epochs=2, amp=amp)
+        assert torch.is_autocast_enabled("cpu")
+    assert all(value.equal(expected.state_dict()[name]) for name, value in network.state_dict().items())
+
+
+def test_scores_do_not_depend_on_autocast_of_the_caller(tmp_path: Path) -> None:
+    options = {"keep_ratio": 0.5, "align": FINE}
+    vc.plan(model(), "isomorphic", batches(), folder=tmp_path / "plain", **options)
+    with torch.autocast("cpu", torch.bfloat16):
+        vc.plan(model(), "isomorphic", batches(), folder=tmp_path / "autocast", **options)
+    first, second = ((tmp_path / name / "widths.json").read_text() for name in ("plain", "autocast"))
+    assert first == second
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("uint8", [False, True])
 def test_files_do_not_depend_on_the_default_type_of_the_caller(dtype: torch.dtype, uint8: bool, tmp_path: Path) -> None:
@@ -557,13 +577,19 @@ def test_results_do_not_depend_on_the_default_device_of_the_caller(
         assert torch.get_default_device().type == "meta"
 
 
-def test_checks_do_not_depend_on_autocast_of_the_caller(tmp_path: Path) -> None:
+def test_checks_do_not_depend_on_autocast_and_default_type_of_the_caller(tmp_path: Path) -> None:
     network = model(embed_dim=32, num_heads=4)
     vc.save_model(network, tmp_path / "out")
     vc.export(network, tmp_path / "out" / "model.onnx", precision="int8", data=batches())
     expected = vc.verify(tmp_path / "out")
     with torch.autocast("cpu", torch.bfloat16):
         verification = vc.verify(tmp_path / "out")
+    assert [check.value for check in verification.checks] == [check.value for check in expected.checks]
+    torch.set_default_dtype(torch.float64)
+    try:
+        verification = vc.verify(tmp_path / "out")
+    finally:
+        torch.set_default_dtype(torch.float32)
     assert [check.value for check in verification.checks] == [check.value for check in expected.checks]
 
 
@@ -577,6 +603,10 @@ def test_weights_of_inference_mode(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"inference_mode cannot be trained\n.*deepcopy"):
         vc.finetune(created, batches(), epochs=1)
     assert vc.finetune(deepcopy(created), batches(), epochs=1).history
+    copied, options = deepcopy(created), {"sparsity": 0.5, "epochs": 2, "round_to": 1, "training": {"batch_size": 16}}
+    plans = [vc.plan(one, "sero", batches(), **options) for one in (created, copied)]
+    assert plans[0] == plans[1]
+    assert all(value.equal(copied.state_dict()[name]) for name, value in created.state_dict().items())
 
 
 @pytest.mark.parametrize("distillation", ["soft", "hard", "soft_patch", "features"])

@@ -138,7 +138,7 @@ def plan(
     call |= {"options": asdict(settings), "training": asdict(base.train)}
     if data is not None and (train_options := chosen.describe(settings).training):  # before a latency is measured
         check_options(train_options(base.train), base.data.train, base.data.heldout, base.input, base.runtime)
-    with _recorded(context.folder / "call.json", call, model, "plan"):
+    with _recorded(context.folder / "call.json", call, model, "plan"), context.runtime.no_autocast():
         model.to(context.runtime.device)
         delta = plan_step(chosen, create.prepared(model), context, settings)
         load_handed_over(model, context.folder, context.plan, context.runtime)
@@ -223,7 +223,7 @@ def finetune(  # noqa: PLR0913 (each argument is public and has a default)
         call: dict[str, Any] = {"structure": tensors_digest((), str(getattr(model, "plan", model))), "amp": amp}
         call["val_data"] = heldout and [len(heldout), getattr(heldout, "digest", "")]
         call["frozen"] = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-        with _recorded(state / "model.json", call, model, "training"):
+        with _recorded(state / "model.json", call, model, "training"), runtime.no_autocast():
             if teacher is not None and settings.distillation in FEATURES:  # wrappers return logits only
                 teacher = unwrap(teacher)
             return train(model, source, heldout, settings, at, TrainingControls(teacher=teacher))

@@ -135,6 +135,7 @@ def run_recipe(
     with ExitStack() as stack:
         runtime = distributed.start(recipe.run.device, recipe.run.amp, recipe.data.workers)
         stack.callback(runtime.stop)
+        stack.enter_context(runtime.no_autocast())
         if runtime.broadcast(options.is_done(RunFolder(folder))):
             progress.note(f"all is done: {folder}; --fresh starts over")
             if options.expect is not None:

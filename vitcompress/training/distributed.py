@@ -87,6 +87,10 @@ class Runtime:
         """The autocast region of `amp`."""
         return torch.autocast(self.device.type, _AMP_TYPES.get(self.amp), enabled=self.amp != "none")
 
+    def no_autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Disable the caller's autocast. Regions inside keep no converted weights: torch would drop them only here."""
+        return torch.autocast(self.device.type, enabled=False, cache_enabled=False)
+
     def share_of(self, batch_size: int) -> int:
         """The part of a global batch that one process computes. Raises InputError if the parts are not equal."""
         if batch_size % self.world_size:
