@@ -24,7 +24,7 @@ from vitcompress.exporters.precision import HALF
 from vitcompress.exporters.runtimes import RUNNERS, Runner, RunnerOptions, open_runner
 from vitcompress.exporters.tensorrt.runner import EngineRunner
 from vitcompress.exporters.torch_runner import TIMM, TORCH_TYPES, TorchRunner
-from vitcompress.families.lookup import copy_model
+from vitcompress.families import copy_model
 from vitcompress.io import hardware
 from vitcompress.io.files import user_path
 from vitcompress.models.create import create_model, input_config

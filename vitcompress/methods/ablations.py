@@ -10,8 +10,7 @@ import numpy as np
 from torch import nn
 
 from vitcompress.errors import PlanError
-from vitcompress.families import Family, Site
-from vitcompress.families.base import KINDS, SiteKind
+from vitcompress.families import KINDS, Family, Site, SiteKind
 from vitcompress.methods import depth, transfer_entropy
 from vitcompress.methods.base import TRAINED, Choice, Context, Estimate, StepInfo, reject_unused
 from vitcompress.methods.hetdpt import collection, search

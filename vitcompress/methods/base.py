@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress.errors import ArtifactError, InputError, PlanError, VitcompressError
-from vitcompress.families import Family, family_of, prepare_model
-from vitcompress.families.lookup import copy_model
+from vitcompress.families import Family, copy_model, family_of, prepare_model
 from vitcompress.io.files import file_sha256, find_changed_files, read_json, read_record, user_path, write_json
 from vitcompress.io.hardware import check_device
 from vitcompress.io.progress import SILENT, Progress

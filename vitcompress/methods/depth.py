@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from vitcompress import surgery
 from vitcompress.errors import PlanError
-from vitcompress.families import Family, Site, family_of
-from vitcompress.families.base import KINDS, SiteKind
+from vitcompress.families import KINDS, Family, Site, SiteKind, family_of
 from vitcompress.families.gated_ffn import freeze_gate
 from vitcompress.io.text import suggest_range
 from vitcompress.methods.base import MEASURED_LAYERS, Context, Method, StepInfo, read_memo

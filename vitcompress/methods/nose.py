@@ -15,8 +15,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from vitcompress.families import Family
-from vitcompress.families.base import SiteKind
+from vitcompress.families import Family, SiteKind
 from vitcompress.methods import depth, transfer_entropy
 from vitcompress.methods.base import Context, Estimate, Method, reject_unused
 from vitcompress.methods.options import ActivationOptions

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from vitcompress.errors import InputError
-from vitcompress.families.base import Site
+from vitcompress.families import Site
 from vitcompress.methods.base import Context
 from vitcompress.methods.calibration import calibration_images
 from vitcompress.methods.options import EntropyOptions

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from vitcompress.families import family_of, unwrap
-from vitcompress.families.lookup import copy_model
+from vitcompress.families import copy_model, family_of, unwrap
 from vitcompress.models.arguments import shapes_of
 from vitcompress.models.create import Side, SkipOnMeta, check_images, image_size, input_config
 from vitcompress.plan import Plan

@@ -20,8 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from vitcompress.errors import DataError, InputError, WeightsError, did_you_mean, first_line
-from vitcompress.families import Family, family_of, prepare_model, reject_wrapper, unwrap
-from vitcompress.families.lookup import copy_model
+from vitcompress.families import Family, copy_model, family_of, prepare_model, reject_wrapper, unwrap
 from vitcompress.io.plugins import load_all
 from vitcompress.io.tensors import LIBRARY_ERRORS, check_finite
 from vitcompress.io.text import format_shape

@@ -26,7 +26,7 @@ from vitcompress.exporters.base import Exporter
 from vitcompress.exporters.options import ExportOptions, Positive
 from vitcompress.exporters.runner import RunnerOptions
 from vitcompress.exporters.runtimes import EXPORTERS, available_exporter
-from vitcompress.families.lookup import copy_model, prepare_model, reject_wrapper, unwrap
+from vitcompress.families import copy_model, prepare_model, reject_wrapper, unwrap
 from vitcompress.io.checks import Verification
 from vitcompress.io.files import convert_write_errors, read_record, user_path, write_json
 from vitcompress.io.progress import SILENT, Progress

@@ -2,10 +2,9 @@
 
 from torch import nn
 
-from vitcompress.families import family_of
+from vitcompress.families import copy_model, family_of
 from vitcompress.families.attention import PositionAttention
 from vitcompress.families.edited_block import EditedBlock, reject_new_size
-from vitcompress.families.lookup import copy_model
 from vitcompress.plan import Plan
 from vitcompress.surgery.check import check_plan
 from vitcompress.surgery.edit import remove_sites, slice_channels

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from vitcompress.families import Family, Site, family_of
-from vitcompress.families.base import scale_parameter
+from vitcompress.families import Family, Site, family_of, scale_parameter
 from vitcompress.families.edited_block import SITE_PARTS, branches_of, has_output_act
 from vitcompress.plan import Plan, enclosing_module
 from vitcompress.surgery.edit import replace_module

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitcompress.errors import PlanError
-from vitcompress.families.base import KINDS, Family
+from vitcompress.families import KINDS, Family
 from vitcompress.families.gated_ffn import gate_at_bias
 from vitcompress.plan import Plan
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress import surgery
-from vitcompress.families import family_of
-from vitcompress.families.base import scale_parameter
+from vitcompress.families import family_of, scale_parameter
 from vitcompress.io.checks import Check, largest_difference, limit_check
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.checkpoint import load_model_files, read_plan

@@ -20,8 +20,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from vitcompress.families import Family, Site
-from vitcompress.families.base import KINDS, SiteKind
+from vitcompress.families import KINDS, Family, Site, SiteKind
 from vitcompress.methods import transfer_entropy
 from vitcompress.methods.base import Context, Estimate, reject_unused
 from vitcompress.methods.calibration import accuracy, calibration_images, search_options, training_subset

@@ -19,8 +19,7 @@ from typing import Literal
 from torch import nn
 
 from vitcompress.errors import PlanError
-from vitcompress.families import Family
-from vitcompress.families.base import KINDS, SiteKind
+from vitcompress.families import KINDS, Family, SiteKind
 from vitcompress.methods import depth
 from vitcompress.methods.base import PUBLISHED, TRAINED, Context, Estimate, StepInfo, reject_unused
 from vitcompress.methods.depth import Blocks

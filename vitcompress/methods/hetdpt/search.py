@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from vitcompress.families.base import KINDS, SiteKind
+from vitcompress.families import KINDS, SiteKind
 from vitcompress.io.files import read_json, write_json
 from vitcompress.methods.base import Context, Estimate
 from vitcompress.methods.calibration import training_subset

@@ -17,8 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from vitcompress.families import Family, Space
-from vitcompress.families.base import scale_parameter
+from vitcompress.families import Family, Space, scale_parameter
 from vitcompress.families.edited_block import SITE_PARTS, branches_of, has_output_act
 from vitcompress.plan import enclosing_module
 from vitcompress.surgery.masks import delete_channels, deleting_axes
