@@ -186,8 +186,8 @@ def test_the_rules_see_a_violation(tmp_path: Path) -> None:
 def test_type_checkers_see_every_public_name() -> None:
     tree = ast.parse(MODULES["__init__"].read_text(encoding="utf-8"))
     block = next(node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
-    names = {alias.asname for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert names == set(vitcompress.__all__) - {"__version__"}
+    names = {alias.name for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert names == set(vitcompress._PUBLIC) == set(vitcompress.__all__) - {"__version__"}
     functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     assert "__getattr__" not in functions, "type checkers would accept any name"
 

@@ -14,22 +14,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers; at run time these names are imported on first use
-    from vitcompress.methods.base import Method as Method
-    from vitcompress.models.checkpoint import load_model as load_model
-    from vitcompress.models.checkpoint import save_model as save_model
-    from vitcompress.models.cost import count_cost as count_cost
-    from vitcompress.pipeline.api import bench as bench
-    from vitcompress.pipeline.api import create_model as create_model
-    from vitcompress.pipeline.api import evaluate as evaluate
-    from vitcompress.pipeline.api import export as export
-    from vitcompress.pipeline.api import finetune as finetune
-    from vitcompress.pipeline.api import fold as fold
-    from vitcompress.pipeline.api import plan as plan
-    from vitcompress.pipeline.api import prune as prune
-    from vitcompress.pipeline.api import verify as verify
-    from vitcompress.pipeline.run import run_recipe as run_recipe
-    from vitcompress.plan import Plan as Plan
-    from vitcompress.recipe.load import load_recipe as load_recipe
+    from vitcompress.methods.base import Method
+    from vitcompress.models.checkpoint import load_model, save_model
+    from vitcompress.models.cost import count_cost
+    from vitcompress.pipeline.api import bench, create_model, evaluate, export, finetune, fold, plan, prune, verify
+    from vitcompress.pipeline.run import run_recipe
+    from vitcompress.plan import Plan
+    from vitcompress.recipe.load import load_recipe
 
 # Public name -> the module that defines it.
 _PUBLIC = {
@@ -52,7 +43,8 @@ _DEPRECATED = {
     "run": ("pipeline.run", "run_recipe"),
     "save": ("models.checkpoint", "save_model"),
 }
-__all__ = ["__version__", *sorted(_PUBLIC)]  # noqa: PLE0604 (names of a table)
+__all__ = ["Method", "Plan", "__version__", "bench", "count_cost", "create_model", "evaluate", "export", "finetune"]
+__all__ += ["fold", "load_model", "load_recipe", "plan", "prune", "run_recipe", "save_model", "verify"]
 
 # ONNX Runtime (from 1.29 on) sends telemetry unless this is set before it is imported.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
