@@ -18,8 +18,7 @@ from vitcompress.errors import InputError, VitcompressError, first_line
 from vitcompress.exporters.onnx.libraries import error_text, find_conflict
 from vitcompress.exporters.onnx.providers import PROVIDERS
 from vitcompress.exporters.onnx.runner import OnnxRunner
-from vitcompress.exporters.runner import RunnerOptions
-from vitcompress.exporters.runtimes import EXPORTERS, find_exporter
+from vitcompress.exporters.runtimes import EXPORTERS, RunnerOptions, find_exporter
 from vitcompress.io import hardware
 from vitcompress.io.plugins import plugin_names
 

@@ -24,8 +24,7 @@ from vitcompress.bench.artifacts import Artifact, open_artifact
 from vitcompress.errors import InputError
 from vitcompress.exporters.base import Exporter
 from vitcompress.exporters.options import ExportOptions, Positive
-from vitcompress.exporters.runner import RunnerOptions
-from vitcompress.exporters.runtimes import EXPORTERS, available_exporter
+from vitcompress.exporters.runtimes import EXPORTERS, RunnerOptions, available_exporter
 from vitcompress.families import copy_model, prepare_model, reject_wrapper, unwrap
 from vitcompress.io.checks import Verification
 from vitcompress.io.files import convert_write_errors, read_record, user_path, write_json

@@ -20,8 +20,7 @@ from vitcompress.errors import DeviceError, InputError
 from vitcompress.exporters.onnx.providers import choose_provider, resolve_precision
 from vitcompress.exporters.precision import HALF, present_layers
 from vitcompress.exporters.quantize.calibrate import calibrate
-from vitcompress.exporters.runner import Runner, RunnerOptions
-from vitcompress.exporters.runtimes import RUNTIME_FORMATS, available_exporter, open_runner
+from vitcompress.exporters.runtimes import RUNTIME_FORMATS, Runner, RunnerOptions, available_exporter, open_runner
 from vitcompress.exporters.torch_runner import TorchRunner, check_options
 from vitcompress.io.progress import Progress
 from vitcompress.methods import budget

@@ -52,8 +52,7 @@ from vitcompress.exporters.precision import HALF
 from vitcompress.exporters.quantize.emulate import EightBitProducts, stored_tensors
 from vitcompress.exporters.quantize.graph import Quantization, read_quantization
 from vitcompress.exporters.quantize.smooth import rescale
-from vitcompress.exporters.runner import Runner
-from vitcompress.exporters.runtimes import open_runner
+from vitcompress.exporters.runtimes import Runner, open_runner
 from vitcompress.exporters.sidecar import read_input, read_sidecar
 from vitcompress.exporters.uint8 import from_bytes, to_bytes
 from vitcompress.io.checks import Check, largest_difference, limit_check
