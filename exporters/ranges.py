@@ -82,10 +82,8 @@ class _Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _raise_to(values: dict[str, float], name: str, tensor: Tensor) -> None:
     """Raise a value to the largest magnitude of `tensor`."""
-    before, value = (
-        values.get(name, 0.0),
-        max(map(abs, map(float, tensor.detach().aminmax()))) if tensor.numel() else 0.0,
-    )
+    value = max(map(abs, map(float, tensor.detach().aminmax()))) if tensor.numel() else 0.0
+    before = values.get(name, 0.0)
     if before == before and not value <= before:  # NaN counts as larger than any number
         values[name] = value
 
