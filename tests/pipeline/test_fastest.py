@@ -19,8 +19,8 @@ from vitcompress.exporters.sidecar import read_sidecar
 from vitcompress.io.progress import Progress
 from vitcompress.models.checkpoint import write_model
 from vitcompress.models.create import create_model
-from vitcompress.pipeline import fastest
-from vitcompress.pipeline.fastest import Candidate, options_for
+from vitcompress.pipeline import export_folder as exports
+from vitcompress.pipeline.export_folder import Candidate, options_for
 from vitcompress.plan import Plan
 
 ARCH = "vit_tiny_patch16_224"
@@ -138,11 +138,11 @@ def test_the_fastest_that_passes_is_chosen(monkeypatch: pytest.MonkeyPatch, tmp_
         checked.append(exported.precision)
         return SimpleNamespace(verdict="failed" if exported.precision == "int8" else "passed", reason="wrong")
 
-    monkeypatch.setattr(fastest, "export_folder", export)
-    monkeypatch.setattr(fastest, "open_runner", lambda path: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(exports, "export_folder", export)
+    monkeypatch.setattr(exports, "open_runner", lambda path: SimpleNamespace(close=lambda: None))
     monkeypatch.setattr(suite, "run", run)
-    monkeypatch.setattr(fastest, "verify_export", verify)
-    best, candidates = fastest.choose_fastest(
+    monkeypatch.setattr(exports, "verify_export", verify)
+    best, candidates = exports.choose_fastest(
         tmp_path, "onnx", ExportOptions(), out=None, dense=False, progress=Progress()
     )
     assert checked == ["int8", "bf16"] and (best.precision, best.ms) == ("bf16", 2.0)

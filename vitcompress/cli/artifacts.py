@@ -70,27 +70,28 @@ def export(
         from vitcompress.exporters.options import ExportOptions
         from vitcompress.io.manifest import record_changes
         from vitcompress.io.validation import options_of
-        from vitcompress.pipeline.export_folder import export_folder, sign_artifact, verify_export
-        from vitcompress.pipeline.fastest import FASTEST, choose_fastest, options_for
+        from vitcompress.pipeline import export_folder as exports
         from vitcompress.pipeline.folder import UNFINISHED, claim_run
         from vitcompress.pipeline.report import refresh_reports
 
-        key, fastest = options.pop("sign"), options["precision"] == FASTEST
-        stated = {name: value for name, value in options.items() if value not in (None, (), FASTEST)}
+        key, fastest = options.pop("sign"), options["precision"] == exports.FASTEST
+        stated = {name: value for name, value in options.items() if value not in (None, (), exports.FASTEST)}
         settings, candidates = options_of(ExportOptions, stated, "export"), list[Any]()
         if fastest:
-            best, candidates = choose_fastest(folder, format, settings, out=out, dense=dense, progress=progress)
-            format, settings = best.format, options_for(settings, best)
+            best, candidates = exports.choose_fastest(folder, format, settings, out=out, dense=dense, progress=progress)
+            format, settings = best.format, exports.options_for(settings, best)
         with claim_run(folder, progress):
-            done = export_folder(folder, format or "onnx", options=settings, out=out, dense=dense, progress=progress)
+            done = exports.export_folder(
+                folder, format or "onnx", options=settings, out=out, dense=dense, progress=progress
+            )
             for left in filter(Path.is_dir, done.path.parent.glob(f".{escape(done.path.name)}{UNFINISHED[1:]}")):
                 rmtree(left)  # by an export of this file that was killed
             with record_changes(folder):
-                outcome = verify_export(folder, done, progress, dense=dense)
+                outcome = exports.verify_export(folder, done, progress, dense=dense)
             refresh_reports([folder], progress)
         failed = [check["detail"] for check in done.build.get("truth", ()) if check["verdict"] == "failed"]
         if key and outcome.verdict != "failed" and not failed:
-            progress.note(f"signature: {sign_artifact(done.path, key)}")
+            progress.note(f"signature: {exports.sign_artifact(done.path, key)}")
     data = {"folder": str(outcome.path.parent), "candidates": list(map(vars, candidates))}
     result = {**data, **done.to_dict(), **outcome.to_dict()}
     print_result({**result, **({"verdict": "failed", "verified": False} if failed else {})}, tables.print_export)
