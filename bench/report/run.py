@@ -1,5 +1,6 @@
-"""The report of a run: read its file, and present it as tables and as one page of Markdown."""
+"""The report of a run: read its file, and present it as tables and as one page of Markdown; the limit `--max-drop`."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -8,10 +9,9 @@ from typing import Any
 
 from vitcompress.bench.plots import structure
 from vitcompress.bench.report import records
-from vitcompress.bench.report.loss import describe_difference, paired_tests
 from vitcompress.bench.report.measurements import bench_table, describe_conditions, is_dense, speed_rows
 from vitcompress.bench.report.snippet import TEMPLATES, snippet
-from vitcompress.errors import ArtifactError
+from vitcompress.errors import ArtifactError, InputError
 from vitcompress.exporters.sidecar import DENSE
 from vitcompress.io import text
 from vitcompress.io.files import read_record
@@ -21,6 +21,7 @@ from vitcompress.io.text import NONE, NOT_MEASURED, Columns, Table, escape_markd
 from vitcompress.io.validation import check_record
 from vitcompress.models.cost import Cost
 from vitcompress.recipe.schema import Published
+from vitcompress.training.metrics import paired_interval
 
 FILES = {"xml": "xml and bin"}  # an OpenVINO model consists of two files
 ACCURACIES = dict[str, records.FileAccuracy | records.McNemarRecord]  # of AccuracyPair, with its other keys
@@ -88,6 +89,51 @@ def _accuracy_rows(report: records.Report) -> Iterator[Row]:
     yield f"accuracy, test images{longer}", format_accuracy(accuracy["dense"]), after, change
     if control := accuracy.get("control"):
         yield f"accuracy, before: control (dense, {more})", format_accuracy(control), after, points["the control"]
+
+
+def paired_tests(report: records.Report) -> Iterator[tuple[str, records.McNemarRecord]]:
+    """The compressed model compared with the dense one and, if the run has it, with the control.
+
+    Earlier versions did not record intervals; they follow from the counts.
+    """
+    accuracy = report.get("accuracy") or {}
+    tests = {"the dense model": accuracy.get("mcnemar"), "the control": accuracy.get("control_mcnemar")}
+    for name, test in tests.items():
+        if test is not None:
+            a, b, total = test["only_a"], test["only_b"], accuracy["compressed"]["total"]
+            yield name, {**test, "difference": (b - a) / total, "difference_ci95": paired_interval(a, b, total)}
+
+
+def interval_in_points(test: records.McNemarRecord) -> tuple[float, float]:
+    """The 95 % interval of the difference in percentage points, both ends rounded outwards to two digits."""
+    low, high = (round(1e4 * end, 6) for end in test["difference_ci95"])
+    return math.floor(low) / 100, math.ceil(high) / 100
+
+
+def describe_difference(test: records.McNemarRecord) -> str:
+    """`-0.6 points (p = 0.59), loses at most 2.48 points (95 %)`: the lower end of the interval."""
+    low, _ = interval_in_points(test)
+    bound = f"{'loses at most' if low < 0 else 'gains at least'} {abs(low):.2f} points (95 %)"
+    return f"{text.format_signed(100 * test['difference'])} points (p = {test['p_value']:.2g}), {bound}"
+
+
+def list_drops(tests: Iterable[tuple[str, records.McNemarRecord]], limit: float | None) -> list[str]:
+    """A sentence for each comparison whose 95 % interval does not exclude a loss of more than `limit` points."""
+    return [
+        f"{names}: {describe_difference(test)}; the limit of --max-drop is {limit:g} point{'s' * (limit != 1)}"
+        f"{'; more test images narrow the interval' if -100 * test['difference'] <= limit else ''}"
+        for names, test in tests
+        if limit is not None and -100 * test["difference_ci95"][0] > limit
+    ]
+
+
+def list_run_drops(name: str, report: records.Report, limit: float | None) -> list[str]:
+    """`list_drops` of a run. Raises InputError if its accuracy was not measured."""
+    tests = [(f"{name} against {other}", test) for other, test in paired_tests(report)]
+    if limit is not None and not tests:
+        problem = f"--max-drop needs the accuracy of {name}, which was not measured"
+        raise InputError(problem, hint="run the recipe without --structure-only, into another folder")
+    return list_drops(tests, limit)
 
 
 def cost_table(report: records.Report) -> Table:

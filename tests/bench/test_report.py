@@ -14,7 +14,6 @@ from PIL import Image
 
 from vitcompress.bench import suite
 from vitcompress.bench.report import compare, page, run
-from vitcompress.bench.report.loss import describe_difference
 from vitcompress.bench.report.measurements import bench_table, describe_conditions, describe_speedup, list_warnings
 from vitcompress.cli.output import tables
 from vitcompress.errors import ArtifactError, InputError
@@ -479,7 +478,7 @@ def test_a_small_loss_is_neither_none_nor_above_its_limit() -> None:
     texts = []
     for lost in (24, 30):
         test = mcnemar(np.ones(50_000, bool), np.arange(50_000) >= lost)
-        texts.append(re.sub(r" \(p = .*?\)", "", describe_difference(test)))
+        texts.append(re.sub(r" \(p = .*?\)", "", run.describe_difference(test)))
     assert texts == [
         "-0.048 points, loses at most 0.08 points (95 %)",
         "-0.06 points, loses at most 0.09 points (95 %)",

@@ -15,8 +15,7 @@ from command_line import expect_error
 
 from vitcompress import cli
 from vitcompress.bench.report.compare import compare_runs
-from vitcompress.bench.report.loss import paired_tests
-from vitcompress.bench.report.run import format_accuracy, summary_table
+from vitcompress.bench.report.run import format_accuracy, paired_tests, summary_table
 from vitcompress.errors import InputError
 from vitcompress.io.files import file_sha256, read_json, write_json
 from vitcompress.io.manifest import read_manifest

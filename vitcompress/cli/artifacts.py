@@ -203,7 +203,7 @@ def evaluate(artifacts: tuple[str, ...], max_drop: float | None, **options: Any)
         raise InputError("--max-drop compares with the first artifact, got only one", hint="give two or more")
     with show_progress() as progress:
         from vitcompress.bench import accuracy
-        from vitcompress.bench.report.loss import list_drops
+        from vitcompress.bench.report.run import list_drops
         from vitcompress.cli.output import tables
         from vitcompress.exporters.runtimes import RunnerOptions
         from vitcompress.io.validation import options_of
@@ -242,13 +242,12 @@ def report(folders: tuple[str, ...], plot: Path | None, max_drop: float | None, 
     with show_progress() as progress:
         from vitcompress.bench.report import compare
         from vitcompress.bench.report import run as reports
-        from vitcompress.bench.report.loss import list_run_drops
         from vitcompress.cli.output import tables, terminal
         from vitcompress.io.files import write_text
         from vitcompress.pipeline.report import read_reports
 
         result = compare.compare_runs(read_reports(folders, files["bench"], progress))
-        drops = [line for name, run in result["runs"].items() for line in list_run_drops(name, run, max_drop)]
+        drops = [line for name, run in result["runs"].items() for line in reports.list_run_drops(name, run, max_drop)]
         result["plot"] = None
         if plot or (len(folders) > 1 and len(result["not_plotted"]) < len(result["runs"])):
             try:

@@ -61,8 +61,7 @@ def recipe(
         finished = RunFolder(options["out"] or Path("runs", loaded.name)).report.is_file()
         if not (dry_run or finished):  # a dry run lists all that is missing, a finished run may not need it
             check_files(options | {"weights": weights})
-        from vitcompress.bench.report.loss import list_run_drops
-        from vitcompress.bench.report.run import summary_table
+        from vitcompress.bench.report.run import list_run_drops, summary_table
         from vitcompress.cli.output import tables, terminal
         from vitcompress.models.preprocessing import Preprocessing
         from vitcompress.pipeline.dry_run import dry_run_recipe

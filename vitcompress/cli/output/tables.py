@@ -5,10 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vitcompress.bench.accuracy import Evaluation
+from vitcompress.bench.report import run as reports
 from vitcompress.bench.report.compare import Comparison
-from vitcompress.bench.report.loss import describe_difference, interval_in_points
 from vitcompress.bench.report.records import BenchRecord, CheckRecord
-from vitcompress.bench.report.run import check_table, count_verdicts, describe_bytes, format_speed, weight_table
 from vitcompress.cli.output.terminal import print_line, print_table, print_text
 from vitcompress.exporters.doctor import NO_CLOCKS
 from vitcompress.io.text import NOT_MEASURED, Columns, Table, format_range, format_signed, shorten_names, shorten_paths
@@ -25,7 +24,7 @@ SIZES = {"parameters": "{params:,}", "MACs": "{macs:,}"}  # columns
 
 def print_checks(checks: Iterable[CheckRecord]) -> None:
     """Verdict, value and tolerance of each check; for one that did not run, the command that runs it."""
-    print_table(check_table(checks, _describe_check), wrap=True)
+    print_table(reports.check_table(checks, _describe_check), wrap=True)
 
 
 def _describe_check(check: CheckRecord) -> str:
@@ -38,9 +37,9 @@ def _describe_check(check: CheckRecord) -> str:
 def print_verification(verification: Any) -> None:
     """Checks, every weight that the plan changes, and a summary, of a `VerificationRecord` with `weights`."""
     print_checks(verification["checks"])
-    if (weights := weight_table(verification["weights"])).rows:
+    if (weights := reports.weight_table(verification["weights"])).rows:
         print_table(weights)
-    print_text("\n".join([*describe_bytes(verification["weights"]), count_verdicts(verification)]))
+    print_text("\n".join([*reports.describe_bytes(verification["weights"]), reports.count_verdicts(verification)]))
 
 
 def print_counts(sizes: Sequence[SizeComparison]) -> None:
@@ -190,14 +189,14 @@ def print_accuracy(evaluation: Evaluation) -> None:
         "top-1": lambda row: f"{100 * row['top1']:.2f} % ({row['correct']}/{row['total']})",
         "95 % interval": lambda row: "{:.2f} to {:.2f} %".format(*(100 * end for end in row["top1_ci95"])),
         "top-5": lambda row: f"{100 * row['top5']:.2f} %",
-        "images/s (recorded)": lambda row: format_speed(row["speed"], NOT_MEASURED),
+        "images/s (recorded)": lambda row: reports.format_speed(row["speed"], NOT_MEASURED),
         "sha256": lambda row: (row["sha256"] or "")[:12],
     }
     print_table(Table.of("", columns, evaluation["rows"]))
     for test in evaluation["mcnemar"]:
         a, b = names[test["a"]], names[test["b"]]
-        low, high = interval_in_points(test)
-        print_text(f"{b} against {a}: {describe_difference(test)}")
+        low, high = reports.interval_in_points(test)
+        print_text(f"{b} against {a}: {reports.describe_difference(test)}")
         counts = f"only {a} is correct: {test['only_a']}, only {b}: {test['only_b']}"
         print_text(f"  {low:+.2f} to {high:+.2f} points (95 %, Tango's interval); {counts} (McNemar's exact test)")
 
