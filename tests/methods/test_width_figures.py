@@ -10,9 +10,8 @@ import functools
 import pytest
 
 from vitcompress import recipes
-from vitcompress.pipeline.dry_run import dry_run_recipe
+from vitcompress.pipeline.dry_run import Size, SizeComparison, compare_sizes, dry_run_recipe
 from vitcompress.pipeline.job import RunOptions
-from vitcompress.pipeline.published import Size, SizeComparison, compare_sizes
 from vitcompress.recipe.load import load_recipe
 from vitcompress.recipe.schema import Recipe
 

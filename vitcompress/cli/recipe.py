@@ -122,7 +122,7 @@ def recipes(ctx: click.Context, count: bool) -> int:
         return print_result(shipped.summaries(), draw)
     with show_progress(collect=False) as progress:
         from vitcompress.cli.output import tables
-        from vitcompress.pipeline.published import compare_sizes
+        from vitcompress.pipeline.dry_run import compare_sizes
 
         sizes = compare_sizes(shipped.names(), progress)
     return print_result(sizes, tables.print_counts)

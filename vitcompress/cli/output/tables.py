@@ -12,8 +12,7 @@ from vitcompress.cli.output.terminal import print_line, print_table, print_text
 from vitcompress.exporters.doctor import NO_CLOCKS
 from vitcompress.io.text import NOT_MEASURED, Columns, Table, format_range, format_signed, shorten_names, shorten_paths
 from vitcompress.models.source import list_by_source
-from vitcompress.pipeline.dry_run import DryRun
-from vitcompress.pipeline.published import Size, SizeComparison
+from vitcompress.pipeline.dry_run import DryRun, Size, SizeComparison
 from vitcompress.pipeline.study.run import StudyDryRun
 from vitcompress.verify.outputs import AGREEMENT
 
