@@ -17,16 +17,6 @@ from vitcompress.families import KINDS, Family
 from vitcompress.families.gated_ffn import gate_at_bias
 from vitcompress.plan import Plan
 
-# Output that replaces a gated layer, by its replacement in the plan; the FFN of a gate is dropped.
-OUTPUTS = {
-    "drop": "zero",
-    "norm_identity": "input",
-    "identity": "input",
-    "double": "stream",
-    "mean_gate": "mean",
-    "drop_gate": "one",
-}
-
 
 class _StraightThrough(torch.autograd.Function):
     """gate * branch + (1 - gate) * other; the score receives d loss / d gate = sum(delta * (branch - other)).
@@ -85,12 +75,12 @@ class GatedModel(nn.Module):
         self._means = {s.name: gate_means[s.gates].to(device) for s in self.sites if s.gates in gate_means}
         self._inputs: dict[str, Tensor] = {}
         for number, site in enumerate(self.sites):
-            other = OUTPUTS[plan.removed.get(site.name, "drop")]
-            if other == "stream":
+            replacement = plan.removed.get(site.name, "drop")  # of a gate whose FFN is removed: the FFN is dropped
+            if replacement == "double":
                 self.model.get_submodule(site.block).register_forward_pre_hook(partial(self._remember, site.name))
             # Doubling replaces the whole branch, including drop path; other replacements replace only the layer.
-            target = {"stream": site.branch_end, "zero": site.gates or site.name}.get(other, site.name)
-            self.model.get_submodule(target).register_forward_hook(partial(self._gate, site.name, number, other))
+            target = {"double": site.branch_end, "drop": site.gates or site.name}.get(replacement, site.name)
+            self.model.get_submodule(target).register_forward_hook(partial(self._gate, site.name, number, replacement))
         for block in plan.appended:
             names = [site.name for site in own if site.block == block]
             self.model.get_submodule(block).register_forward_hook(partial(self._activate, names))
@@ -99,18 +89,19 @@ class GatedModel(nn.Module):
         """Store the input of a block for the gate at the end of its attention branch."""
         self._inputs[site] = args[0]
 
-    def _gate(self, site: str, number: int, other: str, layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Any:
-        match other:
-            case "stream":
-                replacement = self._inputs.pop(site)
-            case "input":
-                replacement = args[0]
-            case "mean":
+    def _gate(self, site: str, number: int, replacement: str, layer: nn.Module, args: Any, out: Tensor) -> Any:
+        """Mix `out`, the output of a layer, with the output of its `replacement`."""
+        match replacement:
+            case "double":
+                other = self._inputs.pop(site)
+            case "identity" | "norm_identity":
+                other = args[0]
+            case "mean_gate":
                 mean, ffn = self._means.get(site), self.model.get_submodule(site.rpartition(".")[0])
-                replacement = (gate_at_bias(ffn) if mean is None else mean).to(out).expand_as(out)
+                other = (gate_at_bias(ffn) if mean is None else mean).to(out).expand_as(out)
             case _:
-                replacement = torch.full_like(out, float(other == "one"))
-        return _StraightThrough.apply(out, replacement, self.scores[number], self._gates[site])
+                other = torch.full_like(out, float(replacement == "drop_gate"))  # 0 for `drop`
+        return _StraightThrough.apply(out, other, self.scores[number], self._gates[site])
 
     def _activate(self, sites: list[str], block: nn.Module, args: Any, out: Tensor) -> Tensor:
         return F.gelu(out) if all(self._gates[site] == 0.0 for site in sites) else out
