@@ -185,6 +185,11 @@ def decode_json_values(metadata: Mapping[str, str]) -> dict[str, Any]:
     return data
 
 
+def json_key(data: Any) -> str:
+    """12 hex digits of the SHA-256 of JSON data; the order of its keys has no effect."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
+
+
 def file_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -5,8 +5,6 @@ another version of a runtime or another number of threads are not comparable: if
 folder, and candidates are measured anew.
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -18,7 +16,7 @@ from torch import nn
 
 from vitcompress.errors import InputError, PlanError
 from vitcompress.families import Family
-from vitcompress.io.files import read_json
+from vitcompress.io.files import json_key, read_json
 from vitcompress.io.text import describe_differences
 from vitcompress.methods import budget
 from vitcompress.methods.base import Context, Goal, Measured, Method, check_result, reject_unused
@@ -116,8 +114,8 @@ class LatencySearch:
         here = context.runtime.broadcast(dict(context.measured_on))
         if context.runtime.is_main and (other := other_machine(context.folder, runtime, here)):
             context.progress.note(f"latencies on {runtime} are measured again, the known ones differ: {other}")
-        context.memo(f"measured-on-{runtime}-{_key(here)}", lambda: here)
-        self.name = f"latency-{runtime}-{_key({**here, 'goal': str(self.goal)})}"
+        context.memo(f"measured-on-{runtime}-{json_key(here)}", lambda: here)
+        self.name = f"latency-{runtime}-{json_key({**here, 'goal': str(self.goal)})}"
 
     def measure(self, delta: Plan) -> Measured:
         """The latency of the model after `delta` and folding."""
@@ -170,10 +168,6 @@ class LatencySearch:
 def other_machine(folder: Path, runtime: str, here: Mapping[str, object]) -> str:
     """How machine and settings of the latencies in `folder` differ from `here`; empty if they do not."""
     paths = sorted(folder.glob(f"measured-on-{runtime}-*.json"), key=lambda path: path.stat().st_mtime)
-    if not paths or any(path.stem.endswith(_key(here)) for path in paths):
+    if not paths or any(path.stem.endswith(json_key(here)) for path in paths):
         return ""
     return "; ".join(describe_differences(read_json(paths[-1]), here))
-
-
-def _key(here: Mapping[str, object]) -> str:
-    return hashlib.sha256(json.dumps(here, sort_keys=True).encode()).hexdigest()[:12]

@@ -1,7 +1,5 @@
 """Read and validate a recipe. All problems are reported at once."""
 
-import hashlib
-import json
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -12,7 +10,7 @@ from typing import Any, cast
 
 from vitcompress import recipes
 from vitcompress.errors import InputError, RecipeError, did_you_mean
-from vitcompress.io.files import DEEPEST, parse_plain, read_text, user_path
+from vitcompress.io.files import DEEPEST, json_key, parse_plain, read_text, user_path
 from vitcompress.io.text import format_range
 from vitcompress.io.validation import UNKNOWN_KEY, keys_hint, validate, validate_options
 from vitcompress.methods.options import OPTIONS, find_options
@@ -88,8 +86,8 @@ def dense_settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def dense_key(recipe: Recipe) -> str:
-    """Hash (12 hex digits) of `dense_settings`: equal keys share the model."""
-    return hashlib.sha256(json.dumps(plain_data(dense_settings(recipe)), sort_keys=True).encode()).hexdigest()[:12]
+    """The `json_key` of `dense_settings`: equal keys share the model."""
+    return json_key(plain_data(dense_settings(recipe)))
 
 
 def read_table(what: str, source: str) -> tuple[str, dict[str, Any]]:
