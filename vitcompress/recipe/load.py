@@ -156,10 +156,9 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         yield 'quantize   has no effect: set quantize.epochs, and export.precision to "int8" or "fp8"'
     if recipe.quantize.epochs and recipe.export.smooth:
         yield "export.smooth   would change layers whose ranges are trained: omit it, or quantize.epochs"
-    for name, options in (("dense", dense), ("finetune", finetune)):
-        if options is not None and options.alpha > 1 and options.label_weight is None:
-            problem = f"got {options.alpha:g}, which gives the labels a negative weight"
-            yield f"{name}.alpha   {problem}; use at most 1, or set label_weight too"
+    if finetune.alpha > 1 and finetune.label_weight is None:
+        problem = f"got {finetune.alpha:g}, which gives the labels a negative weight"
+        yield f"finetune.alpha   {problem}; use at most 1, or set label_weight too"
 
 
 def _ineffective(sets: Sequence[str], recipe: Recipe) -> Iterator[str]:
