@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,6 +66,18 @@ def test_doctor_reports_the_reason(old_driver: None) -> None:
 def test_a_request_for_the_gpu_raises_the_reason(name: str, old_driver: None) -> None:
     with pytest.raises(DeviceError, match="driver on your system is too old"):
         USERS[name]()
+
+
+def test_the_flags_are_those_of_instruction_sets_for_matrix_products(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "CPUINFO", tmp_path / "cpuinfo")
+    for flags, expected in {
+        "flags : fpu sse4_2 avx2 avx512_vnni avx_vnni f16c amx_int8": "amx_int8 avx2 avx512_vnni avx_vnni f16c",
+        "Features : fp asimddp sve2 i8mm bf16 aes": "asimddp bf16 i8mm sve2",
+    }.items():
+        (tmp_path / "cpuinfo").write_text(flags)
+        assert hardware.cpu_flags() == expected.split()
 
 
 def test_a_device_is_tested() -> None:

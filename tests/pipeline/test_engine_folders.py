@@ -85,6 +85,13 @@ def test_a_damaged_engine_fails_verification(damaged: str, fails: set[str], fold
     assert {c.name for c in checks if c.verdict == "failed"} == fails
 
 
+def test_an_engine_of_another_source_fails_verification(folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder, tmp_path / "run")
+    amend_sidecar(copy / ENGINE, source={**read_sidecar(copy / ENGINE)["source"], "sha256": "0" * 64})
+    checks = verify_folder(copy).checks
+    assert {c.name for c in checks if c.verdict == "failed"} == {f"{ENGINE}.source"}
+
+
 def output_check(folder: Path) -> tuple[str, str, str | None]:
     """Verdict, detail and command of the output check of the engine; the folder's other checks pass."""
     verification = verify_folder(folder)

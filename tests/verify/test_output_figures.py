@@ -42,6 +42,15 @@ def test_logits_of_any_size_have_the_cosine_of_their_directions() -> None:
     assert tiny.cosine == pytest.approx(4.0 / math.hypot(0.1, 4.0), abs=1e-15)  # a few roundings in float64
 
 
+def test_the_cosine_is_that_of_the_image_nearest_to_its_limit() -> None:
+    """The limit of the second image is the larger one, and only this image is beyond its limit."""
+    expected = logits([4.0, 0.0], [0.1, 0.0])
+    got = torch.stack([expected[0], 0.1 * logits([math.cos(1.2), math.sin(1.2)])[0]])
+    result = outputs.compare(expected, got, replace(LIMITS, norm=0.02))  # errors up to 0.08: a sine of 0.8
+    assert (result.cosine, result.cosine_limit) == pytest.approx((math.cos(1.2), 1 - 0.6))
+    assert 1 - result.cosine > result.cosine_limit
+
+
 def test_a_model_of_one_class_is_compared_by_its_figures() -> None:
     result = outputs.compare(logits([1.0], [-2.0]), logits([1.0], [-1.0]), LIMITS)
     assert (result.flips, result.unexplained, result.kl, result.cosine, result.error) == (0, 0, 0.0, 1.0, 0.5)
