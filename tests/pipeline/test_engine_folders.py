@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import whole_runs
 from click.testing import CliRunner
 
@@ -14,16 +15,20 @@ import vitcompress as vc
 from vitcompress import surgery
 from vitcompress.cli import main
 from vitcompress.errors import InputError
+from vitcompress.exporters.precision import HALF
 from vitcompress.exporters.runtimes import EXPORTERS
 from vitcompress.exporters.sidecar import amend_sidecar, read_sidecar
 from vitcompress.exporters.tensorrt import runner
 from vitcompress.io.files import file_sha256
+from vitcompress.io.tensors import tensor_bytes
 from vitcompress.models.checkpoint import read_plan, write_model
 from vitcompress.models.create import create_model
 from vitcompress.pipeline import job
 from vitcompress.pipeline.dry_run import dry_run_recipe
 from vitcompress.pipeline.run import run_recipe
 from vitcompress.plan import Plan
+from vitcompress.surgery.shapes import PlannedTensor
+from vitcompress.verify.engine import _folded_check
 from vitcompress.verify.folder import verify_folder
 
 pytest.importorskip("tensorrt_rtx", reason="no such library for this platform")
@@ -199,17 +204,26 @@ def dense_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("removed", [{}, {"blocks.1.attn": "drop"}])
-def test_sizes_of_engines_are_compared_only_if_layers_were_removed(
-    removed: dict[str, str], dense_engine: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("removed", "settings", "compared"),
+    [
+        ({}, {}, False),
+        ({"blocks.1.attn": "drop"}, {}, True),
+        ({"blocks.1.attn": "drop"}, {"optimization_level": 1}, False),
+        ({"blocks.1.attn": "drop"}, {"batch": [1, 2, 2]}, False),
+    ],
+)
+def test_sizes_of_engines_are_compared_only_if_layers_were_removed_with_the_same_settings(
+    removed: dict[str, str], settings: dict[str, object], compared: bool, dense_engine: Path, tmp_path: Path
 ) -> None:
     """Engines of equal layers with other weights may differ by some bytes."""
     plan, run = replace(DENSE, removed=removed), tmp_path / "run"
     write_model(run, surgery.apply_to_copy(create_model(plan.arch, plan.arch_args), plan), plan)
     vc.export(vc.load_model(run), run / "model.rtx.engine", format="trt-rtx", batch=(1, 2, 4))
     shutil.copytree(dense_engine, run, dirs_exist_ok=True)
+    claim(run / "dense.rtx.engine", **settings)
     names = {check.name for check in verify_folder(run, adopt=True).checks}
-    assert ("weights.model.rtx.engine.bytes" in names) == bool(removed)
+    assert ("weights.model.rtx.engine.bytes" in names) == compared
 
 
 @pytest.mark.skipif(TENSORRT_RTX.cannot_run() is None, reason="about machines that cannot run the engine")
@@ -278,3 +292,19 @@ def test_a_recipe_with_possibly_unequal_widths_is_rejected_before_the_training(
             run_recipe(recipe, job.RunOptions(out=tmp_path / "run"))
         assert "step.0.layout=tied" in str(caught.value.hint) and str(caught.value.hint) in missing[0]
         assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("precision", "stored"), [("fp32", "fp32"), ("fp16", "fp16"), ("bf16", "bf16"), ("bf16", "fp32")]
+)
+def test_layers_of_a_folded_pair_are_found_in_the_types_of_the_engine(
+    precision: str, stored: str, tmp_path: Path
+) -> None:
+    path, generator = tmp_path / "model.engine", torch.Generator().manual_seed(0)
+    before = {f"mlp.fc{n}.weight": torch.randn(4, 4, generator=generator) for n in (1, 2)}
+    model = torch.nn.ModuleDict({"mlp": torch.nn.Linear(4, 4)})
+    row = PlannedTensor("mlp.weight", dict.fromkeys(before, (4, 4)), (4, 4), "folded")
+    product, pair = model["mlp"].weight.detach(), before["mlp.fc2.weight"]
+    for tensor, verdict in ((product, "passed"), (pair, "failed"), (pair.T, "failed"), (2 * pair, "not_run")):
+        path.write_bytes(b"head" + tensor_bytes(tensor.to({**HALF, "fp32": torch.float32}[stored])))
+        assert _folded_check(path, model, [row], before, precision).verdict == verdict

@@ -22,6 +22,7 @@ from vitcompress.io.manifest import _to_text, read_manifest, record_changes, wri
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import load_tensors, save_tensors
 from vitcompress.models.checkpoint import load_model, read_plan
+from vitcompress.pipeline.folder import dense_folder_of_run
 from vitcompress.verify.folder import verify_folder
 from vitcompress.verify.records import manifest_checks, report_checks
 
@@ -164,14 +165,15 @@ def test_an_edited_recipe_chooses_no_other_images(run: Path) -> None:
     assert (code, failed) == (1, ["manifest.recipe.toml"])
 
 
-@pytest.mark.parametrize("edit", ["correct", "top1", "mcnemar", "file", "both"])
-def test_counts_are_those_of_the_images(run: Path, edit: str) -> None:
+@pytest.mark.parametrize("edit", ["correct", "top1", "mcnemar", "file", "both", "plan"])
+def test_counts_are_those_of_the_images_and_the_plan_is_the_stored_one(run: Path, edit: str) -> None:
     """Without a manifest, too; `both`: also in the stored accuracy."""
     report = read_json(run / "report.json")
     report["accuracy"]["compressed"]["correct"] += 5 * (edit in ("correct", "both"))
     report["accuracy"]["compressed"]["top1"] += 0.01 * (edit == "top1")
     report["accuracy"]["mcnemar"]["only_b"] += edit == "mcnemar"
     report["artifacts"][-1]["accuracy"]["correct"] += edit == "file"
+    report["plan"] |= {"arch": "deit_tiny_patch16_224"} if edit == "plan" else {}
     assert [check.verdict for check in report_checks(RunFolder(run))] == ["passed"]
     write_json(run / "report.json", report)
     if edit == "both":
@@ -298,6 +300,14 @@ def test_the_function_and_the_command_compare_dense_files_with_the_dense_model_t
     assert json.loads(command("verify", run)[1])["checks"] == json.loads(json.dumps(checks))
     (run / "recipe.toml").write_text("[")
     assert [check.name for check in vc.verify(run).checks if check.verdict == "failed"] == ["manifest.recipe.toml"]
+
+
+def test_files_of_the_dense_model_are_not_compared_with_a_changed_one(run: Path) -> None:
+    dense = dense_folder_of_run(run)
+    flip(2)(dense / "model.safetensors", run)
+    checks = {check.name: check.verdict for check in vc.verify(run).checks}
+    assert [name for name in checks if checks[name] == "failed"] == ["dense.manifest.model.safetensors"]
+    assert not any(name.startswith(("onnx.dense", "agreement.dense")) for name in checks)
 
 
 def test_a_folder_without_a_manifest_works_and_can_be_adopted(run: Path) -> None:
