@@ -18,6 +18,7 @@ from vitcompress.errors import ArtifactError, DeviceError, InputError
 from vitcompress.exporters.onnx.export import export
 from vitcompress.exporters.onnx.libraries import run_errors
 from vitcompress.exporters.onnx.providers import HEAVY, assigned_operators
+from vitcompress.exporters.onnx.runner import _image_input
 from vitcompress.exporters.runtimes import RunnerOptions, TorchRunner, open_runner
 from vitcompress.models.checkpoint import write_model
 from vitcompress.models.create import create_model, input_config
@@ -280,3 +281,14 @@ def test_a_model_without_an_image_input_is_rejected(tmp_path: Path) -> None:
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), tmp_path / "x.onnx")
     with pytest.raises(ArtifactError, match="image tensor"):
         open_runner(tmp_path / "x.onnx")
+
+
+@pytest.mark.parametrize(("sizes", "found"), [([None, 3, 8, 8], ("x", (0, 3, 8, 8))), ([2, 3, None, 8], ("", ()))])
+def test_weights_that_old_files_list_as_inputs_are_no_images(sizes: list[int | None], found: object) -> None:
+    """For TensorRT, whose range of batches names the input."""
+    values = [helper.make_tensor_value_info(n, TensorProto.FLOAT, sizes) for n in ("x", "bias", "y")]
+    bias = helper.make_tensor("bias", TensorProto.FLOAT, [1], [2.0])
+    graph = helper.make_graph([helper.make_node("Add", ["x", "bias"], ["y"])], "g", values[:2], values[2:], [bias])
+    assert _image_input(helper.make_model(graph)) == found
+    del graph.initializer[:]
+    assert _image_input(helper.make_model(graph)) == ("", ())
