@@ -888,8 +888,9 @@ def test_a_folder_belongs_to_one_training(tmp_path: Path) -> None:
     for rejected in (other, vc.prune(model(), vc.plan(model(), "fixed", activation=[0]))):
         with pytest.raises(InputError, match="contains a training of another model"):
             vc.finetune(rejected, batches(), epochs=1, folder=tmp_path)
-    with pytest.raises(InputError, match="of another model or call"):
-        vc.finetune(network, batches(), epochs=1, amp="bf16", folder=tmp_path)
+    for other_call in ({"amp": "bf16"}, {"val_data": batches()}):
+        with pytest.raises(InputError, match="of another model or call"):
+            vc.finetune(network, batches(), epochs=1, folder=tmp_path, **other_call)
     frozen = model()
     frozen.get_submodule("blocks").requires_grad_(False)  # the weights in the folder are those of another training
     with pytest.raises(InputError, match="of another model or call"):
