@@ -128,6 +128,11 @@ def test_only_the_attentions_with_ranges_are_emulated() -> None:
             emulated = [block(x) for block in blocks]
         assert torch.equal(emulated[0], plain[0]) and not torch.equal(emulated[1], plain[1])
         assert torch.equal(blocks[1](x), plain[1]), "hooks are left"
+        linear, outputs = {"blocks.1.attn.qkv": 4.0}, []
+        for parts in (linear, {**linear, **ranges}):  # the linear layer does not end the attention
+            with EightBitProducts(exact, Quantization("fp8", parts, "float_bias")):
+                outputs.append(blocks[1](x))
+        assert not torch.equal(*outputs)
 
 
 def test_values_beyond_the_range_are_clipped_as_in_the_file(tmp_path: Path) -> None:

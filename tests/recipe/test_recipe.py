@@ -386,7 +386,9 @@ def test_other_weights_replace_the_training_of_the_dense_model() -> None:
         assert load_recipe("digits_hetdpt", weights=weights) == recipe
         with pytest.raises(RecipeError, match=f"dense   is only used with .*, got '{weights}'"):
             load_recipe("digits_hetdpt", ["dense.epochs=7"], weights=weights)
+    own = load_recipe("digits_hetdpt")
+    assert load_recipe("digits_hetdpt", weights="train") == own and own.dense is not None
     trained = load_recipe("digits_hetdpt", ["dense.epochs=7"], weights="train").dense
-    assert trained is not None and trained.epochs == 7
+    assert trained == replace(own.dense, epochs=7)
     with pytest.raises(RecipeError, match=r"needs a \[dense\] table"):
         load_recipe("deit_b_hetdpt", weights="train")
