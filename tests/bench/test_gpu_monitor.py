@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -120,6 +121,13 @@ def test_other_processes_are_counted() -> None:
     assert machine.others_cores((0.0, 10.0, 4.0), (2.0, 11.5, 5.0)) == 0.25
     assert machine.others_cores((0.0, 0.0, 0.0), (2.0, 900.0, 0.0)) == machine.usable_cores()
     assert machine.others_cores((0.0, 0.0, 0.0), (0.01, 0.2, 0.0)) is None  # two ticks are too few
+
+
+def test_the_time_that_the_usable_cores_were_busy_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = [SimpleNamespace(user=user, system=2.0, idle=40.0) for user in (1.0, 100.0, 0.5)]
+    monkeypatch.setattr("psutil.cpu_times", lambda percpu=False: cores if percpu else cores[0])
+    monkeypatch.setattr(machine, "_usable", lambda: [0, 2, 7])
+    assert machine.cpu_seconds()[1] == 1.0 + 2.0 + 0.5 + 2.0
 
 
 def test_descendants_are_not_other_processes() -> None:
