@@ -283,12 +283,12 @@ def test_a_model_without_an_image_input_is_rejected(tmp_path: Path) -> None:
         open_runner(tmp_path / "x.onnx")
 
 
-@pytest.mark.parametrize(("sizes", "found"), [([None, 3, 8, 8], ("x", (0, 3, 8, 8))), ([2, 3, None, 8], ("", ()))])
-def test_weights_that_old_files_list_as_inputs_are_no_images(sizes: list[int | None], found: object) -> None:
+@pytest.mark.parametrize(("sizes", "expected"), [([None, 3, 8, 8], ("x", (0, 3, 8, 8))), ([2, 3, None, 8], ("", ()))])
+def test_weights_that_old_files_list_as_inputs_are_no_images(sizes: list[int | None], expected: object) -> None:
     """For TensorRT, whose range of batches names the input."""
     values = [helper.make_tensor_value_info(n, TensorProto.FLOAT, sizes) for n in ("x", "bias", "y")]
     bias = helper.make_tensor("bias", TensorProto.FLOAT, [1], [2.0])
     graph = helper.make_graph([helper.make_node("Add", ["x", "bias"], ["y"])], "g", values[:2], values[2:], [bias])
-    assert _image_input(helper.make_model(graph)) == found
+    assert _image_input(helper.make_model(graph)) == expected
     del graph.initializer[:]
     assert _image_input(helper.make_model(graph)) == ("", ())

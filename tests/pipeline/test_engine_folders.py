@@ -297,7 +297,7 @@ def test_a_recipe_with_possibly_unequal_widths_is_rejected_before_the_training(
 @pytest.mark.parametrize(
     ("precision", "stored"), [("fp32", "fp32"), ("fp16", "fp16"), ("bf16", "bf16"), ("bf16", "fp32")]
 )
-def test_layers_of_a_folded_pair_are_found_in_the_types_of_the_engine(
+def test_layers_of_a_folded_pair_are_recognized_in_the_types_of_the_engine(
     precision: str, stored: str, tmp_path: Path
 ) -> None:
     path, generator = tmp_path / "model.engine", torch.Generator().manual_seed(0)
