@@ -171,9 +171,14 @@ def bench_table(entries: Sequence[records.BenchRecord]) -> Table:
 def _pair_ratios(
     entry: records.BenchRecord,
 ) -> Iterator[tuple[records.BenchRow, records.BenchRow, records.RatioRecord | None]]:
-    """The first row of each row's batch size, by place: variants share a name; the row, and their ratio, if any."""
+    """For each row the first one of its batch size, the row itself, and its ratio over the first, None for the first.
+
+    `suite.run` writes the batch sizes one after the other, each with the same artifacts. Their order identifies them,
+    as variants of an artifact have its name. All but the first have a ratio, so that there are `batches` more rows.
+    """
     rows, ratios = entry["rows"], entry.get("ratios", ())
-    artifacts, rest = len(rows) // max(1, len(rows) - len(ratios)), iter(ratios)
+    batches, rest = max(1, len(rows) - len(ratios)), iter(ratios)
+    artifacts = len(rows) // batches
     return ((rows[n - n % artifacts], row, next(rest) if n % artifacts else None) for n, row in enumerate(rows))
 
 

@@ -26,7 +26,8 @@ except ImportError:  # Windows
 # Where signatures are required, SHA-256 of the only files that runners open, by resolved path; elsewhere empty. Nothing
 # is written beside these files, as that would invalidate the signatures.
 signed_files: ContextVar[Mapping[Path, str]] = ContextVar("signed_files", default={})  # noqa: B039 - is never changed
-# Called with the path of a file just before it is replaced or removed.
+# Called with the path of a file just before it is replaced or removed: `manifest.record_changes` sets it, so that all
+# functions that write files keep the manifest of a folder right without knowing of it.
 changing: ContextVar[Callable[[Path], object]] = ContextVar("changing", default=lambda path: None)
 _locked: ContextVar[frozenset[Path]] = ContextVar("locked", default=frozenset())
 LARGEST = 2**28  # bytes of a text file

@@ -93,6 +93,7 @@ def record_changes(folder: Path) -> Iterator[None]:
     block adds those that are missing. All other entries stay, and so do those of text files that were changed before:
     the block may write them back.
     """
+    # edited: files that differ from their entries -> the difference. before: the state of each file (`_states`).
     manifest, edited, before = None, dict[str, str](), _states(folder)
     with suppress(ArtifactError):
         manifest = read_manifest(folder)

@@ -163,7 +163,12 @@ def _merge(layers: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dic
 def _arguments(
     arch: str, own: Arguments, file: WeightFile, weights: str | Path
 ) -> tuple[dict[str, object], dict[str, str]]:
-    """Arguments of timm, and the source of each. Raises WeightsError."""
+    """Arguments of timm that are not its defaults, and the source of each. Raises WeightsError.
+
+    There are three sources. own: the recipe. `stated`: what the file says. `seen`: what the shapes of its weights show,
+    which counts more than what is stated. A value of the recipe that one of them contradicts is an error, but for the
+    size of images and the number of classes, which the recipe may change.
+    """
     if not file.tensors:
         return dict(own), dict.fromkeys(own, RECIPE)
     try:
