@@ -626,6 +626,16 @@ def test_squash_keeps_the_whole_of_a_wide_image() -> None:
     assert largest["center"] < 50 < 200 < largest["squash"]
 
 
+@pytest.mark.parametrize("crop", [("center", 0.5), ("center", 1.0), ("border", 0.9), ("squash", 1.0)])
+def test_without_augmentation_models_are_trained_on_the_images_of_the_evaluation(crop: tuple[str, float]) -> None:
+    """timm's own transform without augmentation would stretch a wide image."""
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (9, 23), dtype=np.uint8))
+    input = dataclasses.replace(INPUT, crop_mode=crop[0], crop_pct=crop[1])
+    expected, trained = image_transform(input)(image), image_transform(input, Augmentation())(image)
+    assert np.array_equal(trained, expected)
+    assert not np.array_equal(image_transform(input, Augmentation(no_aug=False))(image), expected)
+
+
 @pytest.mark.parametrize(("mode", "contents"), [("const", 1), ("pixel", 17)])
 def test_an_erased_rectangle_has_the_configured_content(mode: Any, contents: int) -> None:
     """Zero, or a normal number in each pixel."""

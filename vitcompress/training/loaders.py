@@ -238,12 +238,14 @@ def _check_shared_memory(need: int) -> None:
 
 
 def image_transform(input: InputConfig, augmentation: Augmentation | None = None) -> Transform:
-    """timm's transform from a PIL image to a uint8 tensor (C, H, W), which the prefetcher normalizes later: for
-    training with an `augmentation`, else for evaluation (resize and crop).
+    """timm's transform from a PIL image to a uint8 tensor (C, H, W), which the prefetcher normalizes later.
+
+    With `no_aug` it is that of evaluation (resize and crop): timm's own would stretch images to the input size.
     """
+    a = None if augmentation is None or augmentation.no_aug else augmentation
     settings: dict[str, Any] = {"crop_pct": input.crop_pct, "crop_mode": input.crop_mode}
-    if a := augmentation:
-        settings = {"hflip": a.hflip, "scale": a.scale, "ratio": a.ratio, "no_aug": a.no_aug}
+    if a:
+        settings = {"hflip": a.hflip, "scale": a.scale, "ratio": a.ratio}
         settings |= {"auto_augment": a.auto_augment, "color_jitter": a.color_jitter or None}
     pixels = {"interpolation": input.interpolation, "mean": input.mean, "std": input.std}
     try:
