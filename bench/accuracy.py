@@ -33,6 +33,7 @@ from vitcompress.training.options import BUILT_IN, DataOptions
 from vitcompress.verify.folder import run_classes
 
 OTHER_CLASSES = "evaluate it on data with its own classes"  # a hint
+OTHER_ORDER = "commands sort class folders as 2, 10, a, B, torchvision sorts them as 10, 2, B, a: use the same for both"
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,8 @@ def select_data(artifacts: Sequence[str], options: EvaluateOptions) -> DataOptio
     elif recipes:
         data = load_recipe_of_run(recipes[0]).data
     else:
-        raise InputError("no data to evaluate on", hint="give --data PATH with PATH/val/CLASS, or --data digits")
+        hint = "give --data PATH with PATH/val/CLASS, --data digits, or a folder with a recipe.toml"
+        raise InputError("no data to evaluate on", hint=hint)
     if options.split is not None and data.source in BUILT_IN:
         problem = f"the {data.source} images have no split {options.split!r}, only their test images"
         raise InputError(problem, hint="leave --split out")
@@ -142,7 +144,8 @@ def compare_classes(artifact: Path, classes: Sequence[str]) -> str:
     plan = read_plan(files.plan) if files.plan.is_file() else None
     own = run_classes(files, create_on_meta(plan.arch, plan.arch_args)) if plan else None
     own = own or next(filter(None, (read_classes(path) for path in paths if usable_sidecar(path))), ())
-    if own in (tuple(classes), (), tuple(map(str, range(len(classes))))):  # numbers: exported without names
+    unnamed = own == tuple(map(str, range(len(classes))))  # or named by numbers, as those of the data then are, too
+    if own in (tuple(classes), ()) or (unnamed and set(own) != set(classes)):
         return ""
     if len(own) != len(classes):
         raise ArtifactError(f"{artifact} has {len(own)} classes, the data has {len(classes)}", hint=OTHER_CLASSES)
@@ -151,7 +154,7 @@ def compare_classes(artifact: Path, classes: Sequence[str]) -> str:
     lost, new = ([name for name in one if name not in other] for one, other in ((own, classes), (classes, own)))
     problem = f"{artifact} was trained with class {few(lost)}, the data has {few(new)} instead" if lost else ""
     order = f"{artifact} was trained with the classes in another order: {few(own)}; the data has {few(classes)}"
-    raise ArtifactError(problem or order, hint=OTHER_CLASSES)
+    raise ArtifactError(problem or order, hint=OTHER_CLASSES if problem else OTHER_ORDER)
 
 
 def _evaluate(

@@ -118,6 +118,17 @@ def test_other_names_of_another_number_of_classes_are_no_other_names(tmp_path: P
         accuracy.compare_classes(path, ["a", "b", "c"])
 
 
+def test_numbers_in_another_order_are_other_classes(tmp_path: Path) -> None:
+    """torchvision sorts class folders by characters: 0, 1, 10, 2."""
+    run = folder(tmp_path / "run", seed=1, num_classes=11)
+    path = export(load_model(run), run / "model.onnx", input=input_config(load_model(run))).path
+    numbers = [str(number) for number in range(11)]
+    assert accuracy.compare_classes(path, numbers) == accuracy.compare_classes(path, list("abcdefghijk")) == ""
+    with pytest.raises(ArtifactError, match=r"in another order: 0, 1, 2.*; the data has 0, 1, 10") as caught:
+        accuracy.compare_classes(path, sorted(numbers))
+    assert "torchvision" in str(caught.value.hint)
+
+
 DIGIT_NAMES = tuple(str(number) for number in range(10))
 
 
