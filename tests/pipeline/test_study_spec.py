@@ -115,6 +115,7 @@ def test_the_default_of_a_key_and_an_option_of_a_selected_row_are_accepted(tiny:
             ('title = "two layers at random"', 'title = "dense, trained on"'),
             "row dense, trained on: there are two of this title",
         ),
+        (('title = "two layers at random"', 'title = "dense"'), "row random_2.title   is that of the dense model"),
         (('name = "random_2"', 'name = "Random 2"'), "row.1.name"),
         (('["Control"]', '["Contrl"]'), "got 'Contrl', expected another row's curve, did you mean Control?"),
         (('["Control"]', '["random"]'), "row random_2.against   got 'random', expected another row's curve"),

@@ -172,6 +172,7 @@ def _contradictions(tables: _Tables, selected: Sequence[RowTable], sets: Sequenc
     for key in ("name", "title"):  # tables and pictures name a row by its title
         counts = Counter(getattr(row, key) for row in tables.row)
         yield from (f"row {value}: there are two of this {key}" for value, count in counts.items() if count > 1)
+    yield from (f"row {row.name}.title   is that of the dense model" for row in tables.row if row.title == "dense")
     for own, curve in ((row, curve) for row in tables.row for curve in row.against):
         if curve not in (others := curves - {own.curve}):
             yield f"row {own.name}.against   got {curve!r}, expected another row's curve{did_you_mean(curve, others)}"
