@@ -102,7 +102,7 @@ def _speed(report: Report) -> tuple[str, RatioRecord | None]:
 def _gap(report: Report) -> str:
     """Why a run is not in the plot; empty if it is."""
     accuracy = "" if _accuracy(report) else "its accuracy is not known"
-    hint = "`vitcompress bench DIR/dense.onnx DIR/model.onnx` measures it, or give --bench FILE"
+    hint = "give --bench FILE, or export DIR with and without --dense, and measure both files"
     speed = "" if _speed(report)[1] else f"its speed was not measured together with that of its dense model ({hint})"
     return "; ".join(filter(None, (accuracy, speed)))
 

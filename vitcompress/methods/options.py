@@ -227,7 +227,7 @@ class SeroOptions(LatencyOptions):
     refresh: Annotated[int, Ge(1), Doc("iterations between two updates of the masks")] = 8
     lr: Annotated[float | None, Gt(0), Doc("of the exploration (peak); None: that of [finetune]")] = None
     layout: Annotated[
-        Layout, Doc("`ragged`, `uniform` heads, `tied` (equal q/k and v) or `padded` (uniform, padded to the wider)")
+        Layout, Doc("`ragged`, `uniform` heads, `tied` (equal q/k and v, at least 16) or `padded` (to the wider)")
     ] = "uniform"
     round_to: Annotated[int, Ge(1), Doc("channels of a head are multiples of this")] = 8
     threshold: Annotated[Threshold, Doc("one over all layers, or the same share in each layer")] = "global"

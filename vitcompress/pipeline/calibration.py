@@ -95,7 +95,7 @@ class Calibration:
         if self.training is None:
             if not self.files.recipe.is_file():
                 message = f"{self.options.precision} needs training images, and {self.files.path} records none"
-                raise InputError(message, hint="export a run folder, or pass data to vitcompress.export")
+                raise InputError(message, hint="export a folder with a recipe.toml, or pass data to vitcompress.export")
             recipe = load_recipe_of_run(self.files.recipe)
             try:
                 self.training, self.seed = open_data(recipe.data, recipe.run.seed).train, recipe.run.seed

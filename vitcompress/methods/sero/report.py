@@ -83,7 +83,7 @@ def report(folder: Path) -> StepReport:
     live, units, wanted = kinds[-1]["live"], kinds[-1]["units"], data["sparsity"]
     less = (
         f"SERo removed {_removed(live, units)} of the units, {100 * wanted:g} % were requested: with threshold = "
-        "'per_layer' each layer keeps round_to channels of a head; set a lower round_to"
+        "'per_layer' each layer keeps round_to channels of a head, tied heads keep 16; lower round_to, or untie them"
     )
     is_less = data["layout"] != "ragged" and 1 - live / units < wanted - CLOSE
     return StepReport(tables, [skips] * bool(skipped) + [less] * is_less, _charts(data))
