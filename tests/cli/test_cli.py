@@ -400,6 +400,25 @@ def test_a_run_logs_the_warnings_of_libraries(tmp_path: Path, capfd: pytest.Capt
     assert not handler.filters and own.handlers == [handler]
 
 
+def test_runs_of_two_threads_may_end_in_the_order_of_their_beginnings(tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as shown:
+        logging.disable(logging.INFO)
+        try:
+            first, second = (log_warnings(tmp_path / name) for name in ("first.log", "second.log"))
+            for block in (first, second):
+                block.__enter__()
+            warnings.warn("during both", stacklevel=1)
+            for block in (first, second):
+                block.__exit__(None, None, None)
+            warnings.warn("after both", stacklevel=1)
+            assert logging.root.manager.disable == logging.INFO
+        finally:
+            logging.disable(logging.NOTSET)
+        texts = [path.read_text() for path in sorted(tmp_path.iterdir())]
+        assert len(texts) == 2 and all("during both" in text and "after both" not in text for text in texts)
+        assert [str(one.message) for one in shown] == ["during both", "after both"]
+
+
 def test_an_own_warning_reaches_the_terminal_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """With and without a run folder, which keeps it too."""
     path = tmp_path / "warnings.log"

@@ -19,7 +19,8 @@ def log_warnings(path: Path) -> Iterator[None]:
 
     def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
         text = warnings.formatwarning(message, category, filename, lineno, line).strip()
-        log.emit(logging.LogRecord("warnings", logging.WARNING, filename, lineno, text, None, None))
+        if log in root.handlers:  # not after the block, if another one began in it and has not ended
+            log.emit(logging.LogRecord("warnings", logging.WARNING, filename, lineno, text, None, None))
         shown(message, category, filename, lineno, file, line)
 
     disabled = root.manager.disable
@@ -34,7 +35,8 @@ def log_warnings(path: Path) -> Iterator[None]:
             one.addHandler(log)
             stack.callback(one.removeHandler, log)
         logging.disable(logging.NOTSET)
-        stack.callback(logging.disable, disabled)
-        stack.callback(setattr, warnings, "showwarning", shown)
+        # Blocks of several threads may end in any order.
+        stack.callback(lambda: root.manager.disable or logging.disable(disabled))
+        stack.callback(lambda: warnings.showwarning is show and setattr(warnings, "showwarning", shown))
         warnings.showwarning = show
         yield
