@@ -13,7 +13,6 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Lock
 from typing import Any, Unpack
 
 import numpy as np
@@ -38,6 +37,7 @@ from vitcompress.exporters.quantize.smooth import rescale
 from vitcompress.exporters.uint8 import build_deployed, tensors_of
 from vitcompress.families import family_of
 from vitcompress.io.progress import SILENT, Progress
+from vitcompress.models.cost import TRACING
 from vitcompress.plan import is_within
 
 INPUT, OUTPUT = "images", "logits"
@@ -52,7 +52,6 @@ OPSETS = {  # supported opset -> reason in the metadata
 PRECISIONS = ("fp32", "fp16", "bf16", *EIGHT_BITS)
 BF16_FROM = 22
 ATTENTION_NODE_FROM = 23
-_TRACING = Lock()  # torch traces in one thread at a time
 TRACED_BATCH = 2  # torch would treat a traced size of 1 as a constant
 
 
@@ -202,7 +201,7 @@ def _run_exporter(model: nn.Module, example: Tensor, opset: int) -> Any:
     attention: Any = torch.ops.aten.scaled_dot_product_attention.default
     table = {} if opset >= ATTENTION_NODE_FROM else {attention: _attention}
     try:
-        with _TRACING, _hidden_warnings("onnxscript", "torch.onnx"):
+        with TRACING, _hidden_warnings("onnxscript", "torch.onnx"):
             return torch.onnx.export(
                 model,
                 (example,),

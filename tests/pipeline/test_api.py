@@ -16,6 +16,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from vitcompress.exporters.sidecar import sidecar_path
 from vitcompress.io.progress import Progress
 from vitcompress.methods.base import Measured
 from vitcompress.methods.table import METHODS
+from vitcompress.models.cost import count_by_module
 from vitcompress.models.create import class_names_of
 from vitcompress.pipeline import api
 from vitcompress.pipeline.latency import LatencyClock
@@ -1009,6 +1011,31 @@ def test_models_are_exported_in_several_threads(tmp_path: Path) -> None:
     assert [vc.evaluate(file, batches()).correct for file in files] == [
         vc.evaluate(network, batches()).correct for network in models
     ]
+
+
+def test_a_model_is_counted_while_other_threads_export_and_serve(tmp_path: Path) -> None:
+    """torch's counter has hooks on all modules of the process, and traces and counts with one global state."""
+    network, served, stop = model(), timm.create_model("vit_tiny_patch16_224", num_classes=4, **ARGS), Event()
+    size = (1, 8, 8)
+    expected = vc.count_cost(network), count_by_module(network, size)
+    with ThreadPoolExecutor(2) as pool:
+        export = pool.submit(vc.export, network, tmp_path / "model.onnx")
+        serve = pool.submit(lambda: {served(X).shape for _ in iter(stop.is_set, True)})
+        try:
+            while not export.done():
+                assert (vc.count_cost(network), count_by_module(network, size)) == expected
+        finally:
+            stop.set()
+        assert serve.result() and export.result().is_file()
+
+
+def test_folders_are_verified_and_models_created_in_several_threads(tmp_path: Path) -> None:
+    vc.save_model(model(), tmp_path / "out")
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(lambda _: vc.verify(tmp_path / "out").passed, range(8)))
+        models = list(pool.map(lambda _: model(seed=1), range(8)))
+    expected = model(seed=1).state_dict()
+    assert all(weight.equal(expected[name]) for one in models for name, weight in one.state_dict().items())
 
 
 def test_the_name_of_a_file_fits_its_format(tmp_path: Path) -> None:

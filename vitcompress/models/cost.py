@@ -4,11 +4,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.module_tracker import ModuleTracker
 
 from vitcompress.families import copy_model, family_of, unwrap
 from vitcompress.models.arguments import shapes_of
@@ -16,6 +18,7 @@ from vitcompress.models.create import Side, SkipOnMeta, check_images, image_size
 from vitcompress.plan import Plan
 from vitcompress.surgery.shapes import sliced_shapes
 
+TRACING = Lock()  # torch traces models, and computes on the meta device under a counter, in one thread at a time
 FREE = {"layer_norm", "gelu", "softmax", "dropout"}  # without products, and their output has the shape of the input
 
 
@@ -50,9 +53,27 @@ def count_flops(model: nn.Module, input_size: tuple[int, ...]) -> dict[str, dict
     ready = not model.training and all(tensor.is_meta and not tensor.requires_grad for tensor in tensors)
     shapes = model if ready else copy_to_meta(model)  # no copy for the many candidates of a search
     dtype = next((p.dtype for p in shapes.parameters()), torch.float32)
-    with torch.no_grad(), SkipOnMeta(FREE), FlopCounterMode(display=False) as counter:
+    counter = FlopCounterMode(display=False)
+    counter.mod_tracker = _Tracker(shapes)
+    with TRACING, torch.no_grad(), SkipOnMeta(FREE), counter:
         shapes(torch.empty(1, *input_size, device="meta", dtype=dtype))
     return dict(counter.get_flop_counts())
+
+
+class _Tracker(ModuleTracker):
+    """Tracks the modules of `model` alone: torch's hooks also see those that other threads call."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._own = set(model.modules())
+
+    def _fw_pre_hook(self, mod: nn.Module, input: Any) -> None:
+        if mod in self._own:
+            super()._fw_pre_hook(mod, input)
+
+    def _fw_post_hook(self, mod: nn.Module, input: Any, output: Any) -> None:
+        if mod in self._own:
+            super()._fw_post_hook(mod, input, output)
 
 
 def count_by_module(model: nn.Module, input_size: tuple[int, int, int]) -> dict[str, Cost]:

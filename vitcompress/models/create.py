@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from threading import Lock
 from typing import Annotated, Any
 
 import timm
@@ -43,6 +44,7 @@ MOST_PARAMETERS = 2**36  # ten times as many as the largest model of timm
 DROPS = (nn.Identity, nn.Dropout, DropPath, PatchDropout, PatchDropoutWithIndices)
 # Attributes of modules that change no output in eval mode.
 NO_EFFECT = re.compile("drop|^(training|grad_checkpointing|fused_attn|scale_by_keep|p|inplace)$")
+_SEEDING = Lock()  # all threads share torch's random generator
 UNKNOWN = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
 
 
@@ -81,7 +83,7 @@ def create_model(
     WeightsError for weights that are not available, or belong to another model.
     """
     args = arch_args or {}
-    with torch.random.fork_rng(devices=[]):
+    with _SEEDING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _build(arch, args, pretrained=str(weights) == "hub", new_head=new_head)
     if str(weights) not in ("random", "hub"):
@@ -104,7 +106,7 @@ def build_on_meta(arch: str, arch_args: Mapping[str, object]) -> nn.Module:
         with torch.device("meta"), SkipOnMeta(INITIALIZERS):
             return _build(arch, arch_args)
     except InputError:  # some models compute with values in their constructor
-        with torch.random.fork_rng(devices=[]):
+        with _SEEDING, torch.random.fork_rng(devices=[]):
             return _build(arch, arch_args).to("meta")
 
 

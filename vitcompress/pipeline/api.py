@@ -39,7 +39,7 @@ from vitcompress.models import create
 from vitcompress.models.source import resolve_model
 from vitcompress.pipeline.calibration import Calibration, model_digest
 from vitcompress.pipeline.export import CALIBRATION_IMAGES, write_export
-from vitcompress.pipeline.folder import dense_folder_to_verify
+from vitcompress.pipeline.folder import claim_run, dense_folder_to_verify
 from vitcompress.pipeline.latency import LatencyClock, measured_on
 from vitcompress.plan import Plan
 from vitcompress.training import distributed
@@ -327,9 +327,11 @@ def verify(folder: str | Path, *, progress: Progress | None = None) -> Verificat
 
     Raises:
         ArtifactError, PlanError, WeightsError: there is no model in the folder, or a file of it is damaged.
+        OutputError: a run is working in the folder.
     """
-    with torch.autocast("cpu", enabled=False):  # as in `export`
-        return verify_folder(path := user_path(folder), None, dense_folder_to_verify(path), progress or SILENT)
+    path, progress = user_path(folder), progress or SILENT
+    with torch.autocast("cpu", enabled=False), claim_run(path, progress):  # as in `export`
+        return verify_folder(path, None, dense_folder_to_verify(path), progress)
 
 
 def evaluate(
