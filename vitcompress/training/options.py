@@ -52,7 +52,7 @@ class Augmentation:
 
     no_aug: Annotated[
         bool,
-        Doc("images as in the evaluation: no random crop, flip, color or erasing; mixup, noise etc. are set separately"),
+        Doc("images as in the evaluation: no random crop, flip, color or erasing; mixup and noise are set separately"),
     ] = True
     auto_augment: Annotated[str | None, POLICY, Doc("timm's policy string; disables color jitter")] = None
     color_jitter: Annotated[float, Ge(0), Doc("strength; 0: off")] = 0.0
