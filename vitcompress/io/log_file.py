@@ -23,6 +23,10 @@ def log_warnings(path: Path) -> Iterator[None]:
             log.emit(logging.LogRecord("warnings", logging.WARNING, filename, lineno, text, None, None))
         shown(message, category, filename, lineno, file, line)
 
+    def restore() -> None:
+        if warnings.showwarning is show:  # blocks of several threads may end in any order
+            warnings.showwarning = shown
+
     disabled = root.manager.disable
     named = [one for one in root.manager.loggerDict.values() if isinstance(one, logging.Logger)]
     with ExitStack() as stack:
@@ -35,8 +39,7 @@ def log_warnings(path: Path) -> Iterator[None]:
             one.addHandler(log)
             stack.callback(one.removeHandler, log)
         logging.disable(logging.NOTSET)
-        # Blocks of several threads may end in any order.
-        stack.callback(lambda: root.manager.disable or logging.disable(disabled))
-        stack.callback(lambda: warnings.showwarning is show and setattr(warnings, "showwarning", shown))
+        stack.callback(lambda: logging.disable(root.manager.disable or disabled))  # another block may have restored it
+        stack.callback(restore)
         warnings.showwarning = show
         yield

@@ -328,8 +328,7 @@ def _arithmetic_checks(
         yield check("saturation", ratio(served.double() - exact, math.inf), MOST_SATURATION, "largest |served - exact|")
     model = rescale(original.model, settings.factors)
     stored = stored_tensors(model, settings)
-    seeded = torch.Generator().manual_seed(0)
-    signs = torch.randint(2, images.shape, generator=seeded, dtype=images.dtype) * 2 - 1
+    signs = torch.randint(2, images.shape, generator=torch.Generator().manual_seed(0), dtype=images.dtype) * 2 - 1
 
     def emulate(x: Tensor) -> Tensor:
         parts = torch.split(x, tolerance.BATCH)
