@@ -144,7 +144,7 @@ def _climb(ladders: Sequence[_Ladder], sparsity: float, *, strict: bool) -> list
     room = round((1 - sparsity) * total) - least
     if room < 0 and strict:
         message = f"sparsity is {sparsity:g}, but this layout can remove at most {1 - least / total:.4f} of the units"
-        raise PlanError(message, hint="lower sparsity or round_to, or use layout = 'uniform' or 'ragged'")
+        raise PlanError(message, hint="lower sparsity or round_to (tied heads keep 16), or use layout = 'ragged'")
     taken, stuck = [1] * len(ladders), set[int]()
     rungs = [(-value, step, i) for i, ladder in enumerate(ladders) for step, value in enumerate(ladder.values) if step]
     for _, step, i in sorted(rungs):
