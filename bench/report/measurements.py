@@ -173,8 +173,8 @@ def _pair_ratios(
 ) -> Iterator[tuple[records.BenchRow, records.BenchRow, records.RatioRecord | None]]:
     """For each row the first one of its batch size, the row itself, and its ratio over the first, None for the first.
 
-    `suite.run` writes the batch sizes one after the other, each with the same artifacts. Their order identifies them,
-    as variants of an artifact have its name. All but the first have a ratio, so that there are `batches` more rows.
+    `suite.run` writes the batch sizes one after the other, each with the same artifacts in the same order. Names do not
+    identify them: variants share one. Each batch size has one ratio less than rows.
     """
     rows, ratios = entry["rows"], entry.get("ratios", ())
     batches, rest = max(1, len(rows) - len(ratios)), iter(ratios)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 from typing import Annotated, Any
 
 import timm
@@ -44,7 +44,7 @@ MOST_PARAMETERS = 2**36  # ten times as many as the largest model of timm
 DROPS = (nn.Identity, nn.Dropout, DropPath, PatchDropout, PatchDropoutWithIndices)
 # Attributes of modules that change no output in eval mode.
 NO_EFFECT = re.compile("drop|^(training|grad_checkpointing|fused_attn|scale_by_keep|p|inplace)$")
-_SEEDING = Lock()  # all threads share torch's random generator
+_SEEDING = RLock()  # all threads share torch's random generator; a user's constructor may create another model
 UNKNOWN = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
 
 
