@@ -57,6 +57,17 @@ def test_a_dry_run_lists_what_a_run_is_rejected_for(words: list[str]) -> None:
     assert any(line.startswith(error) for line in result["missing"]), (error, result["missing"])
 
 
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm here")
+def test_too_little_shared_memory_for_workers_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage
+    monkeypatch.setattr(
+        "shutil.disk_usage", lambda path: usage(path)._replace(free=10**4 if "shm" in str(path) else 10**12)
+    )
+    words = ["recipe", "digits_hetdpt", "--set", "data.workers=3"]  # of 2 batches of 32 images of 64 bytes
+    assert dry_run(2, *words)["missing"][0].startswith("the workers need 0.0 MB of shared memory")
+    assert dry_run(0, *words[:-1], "data.workers=2")["missing"] == []
+
+
 def test_missing_files_are_listed_together() -> None:
     words = ["recipe", "small.toml", "--data", "nowhere", "--weights", "none.pth"]
     data, weights = dry_run(2, *words)["missing"]

@@ -93,7 +93,7 @@ def dry_run_recipe(recipe: Recipe, options: RunOptions, *, check: bool = False) 
     device = torch.device("cpu")
     with suppress(InputError):  # reported below
         device = check_device(recipe.run.device, recipe.run.amp)
-    job = create_job(recipe, options, distributed.Runtime(device), SILENT, data)
+    job = create_job(recipe, options, distributed.Runtime(device, workers=recipe.data.workers), SILENT, data)
     checks: list[Callable[[], object]] = [
         partial(check_formats, recipe),
         partial(check_folder, folder, recipe, structure_only=options.structure_only, fresh=options.fresh),
