@@ -1,4 +1,4 @@
-"""A fuzzing campaign of 2,000 cases, in processes of its own. It takes a minute on two idle cores."""
+"""A fuzzing campaign of 600 cases, in processes of its own. Longer ones are run by hand."""
 
 import subprocess
 import sys
@@ -12,6 +12,6 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the campaign forks processes and limits their memory")
 def test_malformed_inputs_end_in_short_messages() -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.campaigns.fuzz", "--cases", "2000", "--jobs", "2"]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.campaigns.fuzz", "--cases", "600", "--jobs", "2"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.endswith("2000 of 2000 clean\n"), f"{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0 and done.stdout.endswith("600 of 600 clean\n"), f"{done.stdout}\n{done.stderr}"
