@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import vitcompress as vc
 from vitcompress.families import FAMILIES, Axis, Family, Space
 from vitcompress.families.attention import AnyWidthAttention
-from vitcompress.families.base import NORMS, Described, describe_ffn, input_axis, linear_axes, norm_axes
+from vitcompress.families.base import Described, describe_ffn, input_axis, linear_axes, norm_axes
 from vitcompress.families.edited_block import EditedBlock, Part, Wiring, children
 
 
@@ -64,7 +64,7 @@ class CaitFamily(Family):
     )
 
     def prepare(self, model: Any) -> None:
-        """The default `sites` end the branches at `drop_path1` and `drop_path2`, which blocks of timm's Cait lack."""
+        """The branches end at `drop_path1` and `drop_path2`, which blocks of timm's Cait lack."""
         for name, block in model.blocks.named_children():
             setattr(model.blocks, name, EditedBlock.of(block, self.wiring))
 
@@ -95,7 +95,8 @@ class CaitFamily(Family):
         spaces, stream = describe_ffn(model, path, block.mlp)
         spaces += [Space(f"{path}.qk", "qk", block.attn.q.out_features, qk, heads, name)]
         spaces += [Space(f"{path}.v", "v", block.attn.v.out_features, v, heads, name)]
-        stream += [axis for norm in NORMS for axis in norm_axes(model, f"{path}.{norm}")]
+        scales = ("norm1", "gamma_1", "norm2", "gamma_2")
+        stream += [axis for scale in scales for axis in norm_axes(model, f"{path}.{scale}")]
         stream += [*(input_axis(f"{name}.{layer}") for layer in "qkv"), *linear_axes(model, f"{name}.proj")]
         return spaces, stream
 

@@ -8,6 +8,7 @@ distinguishes architectures.
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
@@ -16,15 +17,13 @@ from timm.layers import AttentionPoolLatent, GluMlp, LayerNorm2d, LayerScale, Ml
 from torch import Tensor, nn
 
 from vitcompress.families.attention import AnyWidthAttention, SlicedPool
-from vitcompress.families.edited_block import EditedBlock, Wiring, branches_of
+from vitcompress.families.edited_block import SITE_PARTS, EditedBlock, Wiring, branches_of
 
-SCALES = {"ls1": "attn", "ls2": "mlp", "gamma_1": "attn", "gamma_2": "mlp"}  # LayerScale -> the child that it follows
 SiteKind = Literal["attention", "activation", "ffn", "block"]
 KINDS: tuple[SiteKind, ...] = ("attention", "activation")  # of the layers that depth pruning gates and removes
 LAYERS = (nn.Linear, nn.Conv2d)  # subclasses may compute something else, which slicing and folding would lose
 COMPUTED = "computes its weight; make it permanent, as with torch.nn.utils.prune.remove"
 LINEAR = {"qkv", "q", "kv", "q_proj", "k_proj", "v_proj", "proj", "sr", "fc1", "fc1_g", "fc1_x", "fc2", "reduction"}
-NORMS = ("norm1", "ls1", "gamma_1", "norm2", "ls2", "gamma_2")
 
 
 @dataclass(frozen=True)
@@ -72,15 +71,13 @@ class Site:
     """A module that can be removed.
 
     name: its path in the dense model; block numbers never change. block, index: path and dense number of its block.
-    branch_end: the last module of its residual branch, just before the sum. gates: for an activation that gates another
-    branch (SwiGLU), the path of its FFN; else empty.
+    gates: for an activation that gates another branch (SwiGLU), the path of its FFN; else empty.
     """
 
     name: str
     kind: SiteKind
     block: str
     index: int
-    branch_end: str = ""
     gates: str = ""
 
 
@@ -174,12 +171,12 @@ class Family(ABC):
             numbers = [int(part) for part in path.split(".") if part.isdigit()]
             mlp, place = getattr(block, "mlp", None), (path, sum(depths[: numbers[0]]) + numbers[-1])
             if hasattr(block, "attn"):
-                sites.append(Site(f"{path}.attn", "attention", *place, f"{path}.drop_path1"))
+                sites.append(Site(f"{path}.attn", "attention", *place))
             if foldable and not is_empty(getattr(mlp, "act", None)):
                 gates = f"{path}.mlp" if isinstance(mlp, GluMlp) else ""
-                sites.append(Site(f"{path}.mlp.act", "activation", *place, f"{path}.drop_path2", gates))
+                sites.append(Site(f"{path}.mlp.act", "activation", *place, gates))
             if mlp is not None:
-                sites.append(Site(f"{path}.mlp", "ffn", *place, f"{path}.drop_path2"))
+                sites.append(Site(f"{path}.mlp", "ffn", *place))
             sites.append(Site(path, "block", *place))
         return tuple(sites)
 
@@ -187,8 +184,9 @@ class Family(ABC):
         """The remaining spaces: those inside of every block, then the residual streams."""
         spaces: list[Space] = []
         streams: dict[str, list[Axis]] = {}
+        norms = [name for branch in self.wiring.branches for name in branch if name not in SITE_PARTS.values()]
         for path, block in self.blocks(model).items():
-            streams[path] = [axis for name in NORMS for axis in norm_axes(model, f"{path}.{name}")]
+            streams[path] = [axis for name in norms for axis in norm_axes(model, f"{path}.{name}")]
             for name, describe in (("attn", self.describe_attention), ("mlp", describe_ffn)):
                 if hasattr(block, name):
                     own, axes = describe(model, path, getattr(block, name))
@@ -241,10 +239,11 @@ class Family(ABC):
         Without its attention, a LayerScale follows a norm and is left out.
         """
         return {
-            f"{path}.{name}": _last_linear(f"{path}.{child}", getattr(block, child))
+            f"{path}.{scale}": _last_linear(f"{path}.{part}", getattr(block, part))
             for path, block in self.blocks(model).items()
-            for name, child in SCALES.items()
-            if isinstance(getattr(block, name, None), LayerScale | nn.Parameter) and hasattr(block, child)
+            for branch in branches_of(block, self.wiring)
+            for part, scale in pairwise(branch)
+            if isinstance(getattr(block, scale, None), LayerScale | nn.Parameter) and part in SITE_PARTS.values()
         }
 
     def entry(self, model: Any) -> tuple[str, ...] | None:

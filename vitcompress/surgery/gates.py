@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from vitcompress.errors import PlanError
 from vitcompress.families import KINDS, Family
+from vitcompress.families.edited_block import SITE_PARTS
 from vitcompress.families.gated_ffn import gate_at_bias
 from vitcompress.plan import Plan
 
@@ -76,10 +77,11 @@ class GatedModel(nn.Module):
         self._inputs: dict[str, Tensor] = {}
         for number, site in enumerate(self.sites):
             replacement = plan.removed.get(site.name, "drop")  # of a gate whose FFN is removed: the FFN is dropped
-            if replacement == "double":
+            target = site.gates if replacement == "drop" and site.gates else site.name
+            if replacement == "double":  # of an attention; replaces its whole branch, including drop path
                 self.model.get_submodule(site.block).register_forward_pre_hook(partial(self._remember, site.name))
-            # Doubling replaces the whole branch, including drop path; other replacements replace only the layer.
-            target = {"double": site.branch_end, "drop": site.gates or site.name}.get(replacement, site.name)
+                branch = next(branch for branch in family.wiring.branches if SITE_PARTS["attention"] in branch)
+                target = f"{site.block}.{branch[-1]}"
             self.model.get_submodule(target).register_forward_hook(partial(self._gate, site.name, number, replacement))
         for block in plan.appended:
             names = [site.name for site in own if site.block == block]
