@@ -128,13 +128,3 @@ def test_a_channel_that_never_varies_is_clamped(world: tuple[nn.Module, Context]
         vit.get_parameter("head.weight")[1] = 0
     (result,) = entropies(gated(vit, about), [()], about, OPTIONS)
     assert np.isfinite(result.value)
-
-
-def test_gates_and_mode_are_as_before(world: tuple[nn.Module, Context]) -> None:
-    vit, about = world
-    probe = gated(vit, about).train()
-    probe.set_gate("blocks.1.attn", 0.0)
-    before = probe.gate_values()
-    entropies(probe, [(), ("blocks.0.attn",)], about, OPTIONS)
-    assert probe.gate_values() == before
-    assert probe.training

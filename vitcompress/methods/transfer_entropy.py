@@ -61,9 +61,9 @@ def deviation(sums: Tensor) -> Tensor:
 def entropies(
     gated: GatedModel, removed: Sequence[Collection[str]], context: Context, options: EntropyOptions
 ) -> list[Entropy]:
-    """H without each of the sets `removed` of sites, from one pass over the images.
+    """H without each of the sets `removed` of sites, from one pass over the images; changes gates and mode of `gated`.
 
-    Gates and mode are restored. All sets share their resamples, so differences between sets are paired.
+    All sets share their resamples, so differences between sets are paired.
     """
     sums = [torch.zeros((), dtype=torch.float64)] * len(removed)
     centers: dict[int, Tensor] = {}
@@ -74,27 +74,22 @@ def entropies(
     weights = torch.ones(1 + options.resamples, loader.total, dtype=torch.float64)
     weights[1:] = torch.poisson(weights[1:], generator=generator)
     weights = weights[:, runtime.rank :: runtime.world_size]
-    seen, before, training = 0, gated.gate_values(), gated.training
     gated.eval()
-    try:
-        for images, targets in loader:
-            batch = weights[:, seen : seen + len(images)]
-            seen += len(images)
-            for i, names in enumerate(removed):
-                for site in before:
-                    gated.set_gate(site, 0.0 if site in names else 1.0)
-                if (logits := gated(images)).ndim != 2:
-                    message = f"the model outputs {tuple(logits.shape[1:])} for an image, not one logit per class"
-                    raise InputError(message, hint='create it with another global_pool, such as "avg"')
-                correct[i] += (logits.argmax(dim=1) == targets).sum().item()
-                features = (logits.cpu() if logits.device.type == "mps" else logits).double()  # MPS has no float64
-                if i not in centers:  # the same one in all processes
-                    centers[i] = runtime.all_sum(features.mean(dim=0)) / runtime.world_size
-                sums[i] = sums[i] + weighted_sums(features, batch.to(features.device), centers[i])
-    finally:
-        gated.train(training)
-        for site, value in before.items():
-            gated.set_gate(site, value)
+    seen = 0
+    for images, targets in loader:
+        batch = weights[:, seen : seen + len(images)]
+        seen += len(images)
+        for i, names in enumerate(removed):
+            for site in gated.sites:
+                gated.set_gate(site.name, 0.0 if site.name in names else 1.0)
+            if (logits := gated(images)).ndim != 2:
+                message = f"the model outputs {tuple(logits.shape[1:])} for an image, not one logit per class"
+                raise InputError(message, hint='create it with another global_pool, such as "avg"')
+            correct[i] += (logits.argmax(dim=1) == targets).sum().item()
+            features = (logits.cpu() if logits.device.type == "mps" else logits).double()  # MPS has no float64
+            if i not in centers:  # the same one in all processes
+                centers[i] = runtime.all_sum(features.mean(dim=0)) / runtime.world_size
+            sums[i] = sums[i] + weighted_sums(features, batch.to(features.device), centers[i])
     results = []
     for own, hits in zip(map(runtime.all_sum, sums), runtime.all_sum(correct).tolist(), strict=True):
         values = deviation(own).clamp(min=1e-12).log().sum(dim=1).tolist()
