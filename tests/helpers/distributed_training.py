@@ -55,7 +55,7 @@ def gradients(runtime: Runtime) -> dict[str, Tensor]:
     module = gated()
     module.set_gate("blocks.0.attn", 0.0)
     network, input = runtime.wrap(module), input_config(module.model)
-    loader = TrainLoader(images(), input, runtime.share_of(8), runtime, augmentation=Augmentation(), seed=0)
+    loader = TrainLoader(images(), input, 8 // runtime.world_size, runtime, augmentation=Augmentation(), seed=0)
     loader.set_epoch(0)
     pixels, targets = next(iter(loader))
     functional.cross_entropy(network(pixels), targets).backward()  # type: ignore[no-untyped-call]

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from torch import Tensor, nn
 
 from vitcompress import cli
-from vitcompress.errors import DeviceError, InputError
+from vitcompress.errors import DeviceError
 from vitcompress.io.files import read_json
 from vitcompress.io.hardware import check_device, parse_device
 from vitcompress.io.tensors import load_tensors
@@ -133,13 +133,6 @@ def test_cuda_without_a_number_is_the_gpu_of_the_process(monkeypatch: pytest.Mon
     assert (parse_device("cuda"), parse_device("cuda:2")) == (("cuda", 0), ("cuda", 2))
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert (parse_device("cuda"), parse_device("cuda:0")) == (("cuda", 1), ("cuda", 0))
-
-
-def test_a_batch_is_shared_equally_or_not_at_all() -> None:
-    runtime = Runtime(torch.device("cpu"), world_size=4)
-    assert runtime.share_of(12) == 3
-    with pytest.raises(InputError, match="batch_size 10 cannot be shared equally by 4 processes"):
-        runtime.share_of(10)
 
 
 @pytest.mark.parametrize(

@@ -88,8 +88,11 @@ def test_a_gpu_trains_to_the_weights_of_the_cpu(tmp_path: Path) -> None:
 
 
 def test_parts_must_be_equal(tmp_path: Path) -> None:
+    four = Runtime(torch.device("cpu"), world_size=4)
     with pytest.raises(InputError, match="8 images per process cannot be computed in 3 equal parts"):
         fit(vit(), tmp_path, dataclasses.replace(OPTIONS, accumulate=3))
+    with pytest.raises(InputError, match="batch_size 10 cannot be shared equally by 4 processes"):
+        fit(vit(), tmp_path, dataclasses.replace(OPTIONS, batch_size=10), runtime=four)
     with pytest.raises(InputError, match="batch_size 49 is more than the 48 training images"):
         fit(vit(), tmp_path, dataclasses.replace(OPTIONS, batch_size=49))
     assert not list(tmp_path.iterdir())

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from vitcompress.errors import DeviceError, InputError, first_line
+from vitcompress.errors import DeviceError, first_line
 from vitcompress.io.hardware import check_device
 
 Amp = Literal["none", "fp16", "bf16"]
@@ -90,13 +90,6 @@ class Runtime:
     def no_autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Disable the caller's autocast. Regions inside keep no converted weights: torch would drop them only here."""
         return torch.autocast(self.device.type, enabled=False, cache_enabled=False)
-
-    def share_of(self, batch_size: int) -> int:
-        """The part of a global batch that one process computes. Raises InputError if the parts are not equal."""
-        if batch_size % self.world_size:
-            message = f"batch_size {batch_size} cannot be shared equally by {self.world_size} processes"
-            raise InputError(message, hint=f"use a multiple of {self.world_size}")
-        return batch_size // self.world_size
 
 
 def start(device: str | torch.device = "auto", amp: Amp = "none", workers: int = 0) -> Runtime:

@@ -146,7 +146,10 @@ def check_options(
         if len(train_set) < options.accumulate:
             message = f"accumulate {options.accumulate} is more than the {len(train_set)} batches of an epoch"
             raise InputError(message, hint="lower accumulate or pass more batches")
-    elif (share := runtime.share_of(options.batch_size)) % options.accumulate:
+    elif options.batch_size % runtime.world_size:
+        message = f"batch_size {options.batch_size} cannot be shared equally by {runtime.world_size} processes"
+        raise InputError(message, hint=f"use a multiple of {runtime.world_size}")
+    elif (share := options.batch_size // runtime.world_size) % options.accumulate:
         message = f"{share} images per process cannot be computed in {options.accumulate} equal parts"
         raise InputError(message, hint="use a batch_size that processes * accumulate divides")
     elif options.epochs:
