@@ -223,7 +223,6 @@ def test_structure_needs_no_weights() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"target": "macs"}, "amount is required"),
         ({"target": "macs", "amount": 1e-7}, r"allows [0-9.e-]+ G MACs to"),
         ({"target": "params", "amount": 100.0}, r"allows .* to [0-9.]+ M parameters"),
         ({"align": Alignment(residual=64, ffn=1, head_dim=1)}, "residual has only 16"),

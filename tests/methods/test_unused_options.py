@@ -10,6 +10,7 @@ from method_world import context, model
 
 from vitcompress.errors import PlanError
 from vitcompress.families import family_of
+from vitcompress.methods.latency import check_target
 from vitcompress.methods.options import Alignment
 from vitcompress.methods.table import METHODS
 
@@ -78,7 +79,9 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 def structure(method: str, **options: Any) -> None:
     dense = model()
     base = context(Path(), dense).plan
-    METHODS[method].structure(dense, family_of(dense), base, METHODS[method].options(**options))
+    settings = METHODS[method].options(**options)
+    check_target(settings)
+    METHODS[method].structure(dense, family_of(dense), base, settings)
 
 
 @pytest.mark.parametrize(("method", "option", "used", "unused"), CASES)
@@ -93,6 +96,11 @@ def test_options_without_effect_are_rejected(
     with pytest.raises(PlanError) as caught:
         structure(method, **{**base, **unused, **option})
     assert caught.value.hint and str(caught.value).startswith(f"{name}{shown} has no effect: ")
+
+
+def test_a_target_needs_an_amount() -> None:
+    with pytest.raises(PlanError, match="amount is required with target = 'macs'"):
+        check_target(METHODS["isomorphic"].options(target="macs"))
 
 
 @pytest.mark.parametrize("method", BASE)

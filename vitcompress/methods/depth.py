@@ -18,7 +18,6 @@ from vitcompress.io.text import suggest_range
 from vitcompress.methods.base import MEASURED_LAYERS, Context, Method, StepInfo, read_memo
 from vitcompress.methods.calibration import calibration_images
 from vitcompress.methods.hetdpt.report import report
-from vitcompress.methods.latency import check_target
 from vitcompress.methods.options import OPTIONS, BypassOptions, DepthOptions
 from vitcompress.plan import Plan
 from vitcompress.surgery.gates import GatedModel
@@ -152,8 +151,6 @@ def depth_method(
         return record_choice(model, context, choose(model, context, options), options)
 
     def structure(model: nn.Module, family: Family, base: Plan, options: Any) -> Plan:
-        if isinstance(options, DepthOptions):
-            check_target(options)
         return plan_layers(model, base, unscored(model, family, options), options)
 
     default: dict[str, Any] = {"report": report, "resize": resize, "describe": lambda _: StepInfo(MEASURED_LAYERS)}

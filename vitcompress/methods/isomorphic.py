@@ -24,7 +24,7 @@ from vitcompress.io.text import Columns, Table, format_count, format_range
 from vitcompress.methods import base, budget
 from vitcompress.methods.base import Context, Estimate, Method, StepInfo, StepReport
 from vitcompress.methods.budget import Counts, Ranking, Target, scale_share
-from vitcompress.methods.latency import LatencySearch, check_target, goal_of, most_candidates
+from vitcompress.methods.latency import LatencySearch, goal_of, most_candidates
 from vitcompress.methods.options import IsomorphicOptions as Options
 from vitcompress.methods.scores import UNMEASURED, Scores, compute_scores, random_scores
 from vitcompress.methods.width import ALL, Candidates, groups_of
@@ -112,7 +112,6 @@ def _rank(spaces: Sequence[Space], scores: Scores, options: Options) -> Ranking:
         "attention_scale": (rotary or full) and "the heads of q and k keep their width",
     }
     base.reject_unused(options, unused)
-    check_target(options)
     if options.keep_ratio == options.keep_heads == options.keep_head_dim == 1:
         message = "all shares are 1, so nothing is removed"
         raise PlanError(message, hint="set keep_ratio, keep_heads or keep_head_dim below 1")

@@ -21,6 +21,7 @@ from vitcompress.io.text import describe_differences
 from vitcompress.methods import budget
 from vitcompress.methods.base import Context, Goal, Measured, Method, check_result, reject_unused
 from vitcompress.methods.budget import T, Target
+from vitcompress.methods.options import LatencyOptions
 from vitcompress.methods.width import deploy
 from vitcompress.plan import Plan
 
@@ -32,7 +33,9 @@ AMOUNTS = ("macs", "macs_linear", "params", "latency")
 
 
 def check_target(options: Any) -> None:
-    """Raise PlanError if the amount of a target is missing, or an option without effect is set."""
+    """Raise PlanError if the amount of a target is missing, or an option of the target has no effect."""
+    if not isinstance(options, LatencyOptions):
+        return
     reason = f"target is {options.target!r}"
     unused: dict[str, str | bool] = {"amount": options.target not in AMOUNTS and reason}
     unused |= {f"latency_{name}": options.target != "latency" and reason for name in ("on", "batch", "threads")}
@@ -58,8 +61,9 @@ def plan_step(method: Method, model: nn.Module, context: Context, options: Any, 
     """The plan of a step. With a latency, of the sizes that take it.
 
     A method that trains cannot be repeated for every size: the search measures its structures, and at the end its plan.
-    scored: False needs no data. Raises PlanError if no sizes take the latency.
+    scored: False needs no data. Raises PlanError if no sizes take the latency, and as `check_target`.
     """
+    check_target(options)
     about = (model, context) if scored else (model, context.family, context.plan)
     plan: Callable[..., Plan] = partial(method.plan if scored else method.structure, *about)
     goal, unscored = goal_of(options), method.describe(options).unscored

@@ -11,7 +11,6 @@ from vitcompress.errors import PlanError
 from vitcompress.families import Family
 from vitcompress.methods.base import Context, Method
 from vitcompress.methods.budget import Group
-from vitcompress.methods.latency import check_target
 from vitcompress.methods.options import MagnitudeOptions as Options
 from vitcompress.methods.scores import Scores, channel_scores
 from vitcompress.methods.width import Candidates
@@ -30,7 +29,6 @@ def structure(model: torch.nn.Module, family: Family, base: Plan, options: Optio
 
 
 def _keep(model: torch.nn.Module, family: Family, base: Plan, options: Options, scores: Scores) -> Plan:
-    check_target(options)
     spaces = family.spaces(model)
     values = [space for space in spaces if space.kind == "v"]
     groups = [Group(v.attention, "head", scores[v.name].view(v.heads, -1).sum(1), "") for v in values]

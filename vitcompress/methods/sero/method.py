@@ -25,7 +25,6 @@ from vitcompress.errors import PlanError, VitcompressError
 from vitcompress.families import Family, Space
 from vitcompress.methods.base import ARBITRARY, INPUT_MODEL, Choice, Context, Estimate, Method, StepInfo, reject_unused
 from vitcompress.methods.calibration import search_options, training_subset
-from vitcompress.methods.latency import check_target
 from vitcompress.methods.options import SeroOptions as Options
 from vitcompress.methods.sero import layout
 from vitcompress.methods.sero.exploration import Exploration
@@ -58,7 +57,6 @@ def structure(model: nn.Module, family: Family, base: Plan, options: Options) ->
     if options.warmup_epochs >= options.epochs:
         message = f"warmup_epochs is {options.warmup_epochs} of {options.epochs} epochs, so nothing would be explored"
         raise PlanError(message, hint="raise epochs or lower warmup_epochs")
-    check_target(options)
     gradients = options.criterion.startswith("gradient")
     unused = not gradients and f"criterion is {options.criterion!r}, which uses no gradients"
     reject_unused(options, {"round_to": options.layout == "ragged" and "layout is 'ragged'", "criterion_pass": unused})

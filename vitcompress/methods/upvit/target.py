@@ -13,7 +13,6 @@ from torch import nn
 from vitcompress.errors import InputError, PlanError
 from vitcompress.families import Family, Space, family_of
 from vitcompress.methods.base import reject_unused
-from vitcompress.methods.latency import check_target
 from vitcompress.methods.options import Strategy, UpvitOptions
 from vitcompress.methods.scores import UNMEASURED
 from vitcompress.methods.upvit.importance import Component, components
@@ -99,7 +98,6 @@ def find_target(model: nn.Module, family: Family, base: Plan, options: UpvitOpti
 
     Raises PlanError if none is set, timm cannot build it, the model cannot become it, or an option has no effect.
     """
-    check_target(options)
     name = None if options.target == "latency" else options.target
     if name is None and not options.target_args:
         raise PlanError("no target is set", hint="set sizes, as in target_args = { embed_dim = 192 }, or target")
