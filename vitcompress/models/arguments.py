@@ -137,12 +137,6 @@ NAMES = {"ViT": "vit_{}_patch{}_224", "distilled DeiT": "deit_{}_distilled_patch
 # Limits that no model reaches: a plan or a checkpoint may be from anyone.
 MOST = {"depth": 256, "depths": 256, "num_classes": 2**20, "mlp_ratio": 64, "mlp_ratios": 64}
 WIDER = {"window_size": int | tuple[int | tuple[int, ...], ...]}  # timm also takes, and records, one per stage
-PLAIN_TYPES: dict[Any, Callable[[int], Any]] = {
-    int: lambda most: Annotated[int, Ge(0), Le(most)],
-    float: lambda most: Annotated[float, Ge(-most), Le(most)],
-    str: lambda most: Annotated[str, Matching(r"^[\w.]{0,40}$")],  # no path
-    **{kind: lambda most, kind=kind: kind for kind in (bool, type(None))},  # type: ignore[misc]
-}
 SHOWN = ("embed_dim", "embed_dims", "depth", "depths", "patch_size", "img_size", "num_classes")
 
 
@@ -169,8 +163,14 @@ def allowed_arguments(arch: str) -> dict[str, Any]:
 
 def _plain_type(hint: Any, most: int) -> Any:
     """`hint` with limits, without alternatives such as functions and classes; None if nothing is left."""
-    if isinstance(hint, type) and hint in PLAIN_TYPES:
-        return PLAIN_TYPES[hint](most)
+    if hint in (bool, type(None)):
+        return hint
+    if hint is int:
+        return Annotated[int, Ge(0), Le(most)]
+    if hint is float:
+        return Annotated[float, Ge(-most), Le(most)]
+    if hint is str:
+        return Annotated[str, Matching(r"^[\w.]{0,40}$")]  # no path
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin is tuple:
         item: Any = _plain_type(parts[0], most)
