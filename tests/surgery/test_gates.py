@@ -23,7 +23,7 @@ from torch import nn
 
 from vitcompress.errors import InputError, PlanError
 from vitcompress.families import Site, family_of
-from vitcompress.families.gated_ffn import freeze_gate
+from vitcompress.families.gated_ffn import freeze_gates
 from vitcompress.plan import Plan
 from vitcompress.surgery import apply_plan, apply_to_copy
 from vitcompress.surgery.gates import GatedModel
@@ -87,7 +87,7 @@ def test_a_gate_closed_at_its_mean_is_what_frozen_weights_deploy(gate_last: bool
     open_model.set_gate("blocks.1.mlp.act", 0.0)
     expected = logits(open_model, x)
     without = logits(apply_to_copy(model, depth_plan(model, contract("swiglu").plan, [], [1])), x)
-    freeze_gate(model.blocks[1].mlp, means["blocks.1.mlp"])
+    freeze_gates(model, means)
     assert_same(logits(model, x), expected)
     assert_same(logits(apply_to_copy(model, depth_plan(model, contract("swiglu").plan, [], [1])), x), expected)
     assert_moved(without, expected)

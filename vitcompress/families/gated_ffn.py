@@ -3,9 +3,10 @@ SwiGLU (DINOv3 S+, H+ and 7B), which `pack` rewrites as a GluMlp.
 
 Without its activation the gate still multiplies, so the FFN cannot be folded. With a constant gate g it can:
 y = W2 (diag(g) Wv x + g bv) + b2 is an FFN of two linear layers. `drop_gate` uses g = 1, `mean_gate` uses
-g = act(bg); `freeze_gate` rewrites the weights so that act(bg) is a measured mean.
+g = act(bg); `freeze_gates` rewrites the weights so that act(bg) is a measured mean.
 """
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -53,12 +54,15 @@ def ungate(mlp: Any, replacement: str) -> nn.Module:
 
 
 @torch.no_grad()
-def freeze_gate(mlp: Any, gate: Tensor) -> None:
-    """Change the weights of `mlp` in place so that its gate is `gate`, (hidden,), for every input.
+def freeze_gates(model: nn.Module, means: Mapping[str, Tensor]) -> nn.Module:
+    """Change the weights of FFNs in place so that their gates are constant. means: FFN -> its gate, (hidden,).
 
     The gate's layer then computes act(1) everywhere, and the columns of the second layer contain the remaining factor.
     """
-    rows = _rows(mlp)[0]
-    mlp.fc1.weight[rows] = 0.0
-    mlp.fc1.bias[rows] = 1.0
-    mlp.fc2.weight *= (gate.to(mlp.fc2.weight) / gate_at_bias(mlp))[None, :]
+    for ffn, gate in means.items():
+        mlp: Any = model.get_submodule(ffn)
+        rows = _rows(mlp)[0]
+        mlp.fc1.weight[rows] = 0.0
+        mlp.fc1.bias[rows] = 1.0
+        mlp.fc2.weight *= (gate.to(mlp.fc2.weight) / gate_at_bias(mlp))[None, :]
+    return model

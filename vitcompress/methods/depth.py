@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vitcompress import surgery
 from vitcompress.errors import PlanError
 from vitcompress.families import KINDS, Family, Site, SiteKind, family_of
-from vitcompress.families.gated_ffn import freeze_gate
+from vitcompress.families.gated_ffn import freeze_gates
 from vitcompress.io.text import suggest_range
 from vitcompress.methods.base import MEASURED_LAYERS, Context, Method, StepInfo, read_memo
 from vitcompress.methods.calibration import calibration_images
@@ -189,13 +189,6 @@ def gate_means(model: nn.Module, context: Context, names: Collection[str], optio
             copy(images)
     summed = {ffn: context.runtime.all_sum(totals[ffn]) for ffn in gates.values()}
     return {ffn: (total[:-1] / total[-1]).to(context.runtime.dtype) for ffn, total in summed.items()}
-
-
-def freeze_gates(model: nn.Module, means: Mapping[str, Tensor]) -> nn.Module:
-    """Make the gates of these FFNs constant, in place."""
-    for ffn, mean in means.items():
-        freeze_gate(model.get_submodule(ffn), mean)
-    return model
 
 
 def read_mean_gates(folder: Path) -> dict[str, Tensor]:

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, nn
 
 from vitcompress import surgery
+from vitcompress.families.gated_ffn import freeze_gates
 from vitcompress.io.files import write_json, write_text
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import save_tensors
 from vitcompress.methods.base import PUBLISHED, Context, check_sealed, load_handed_over, seal
-from vitcompress.methods.depth import freeze_gates, read_mean_gates
+from vitcompress.methods.depth import read_mean_gates
 from vitcompress.methods.latency import goal_of, plan_step
 from vitcompress.models.checkpoint import write_model
 from vitcompress.pipeline.dense import load_dense
