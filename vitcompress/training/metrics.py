@@ -117,8 +117,6 @@ def mcnemar(a_correct: np.ndarray, b_correct: np.ndarray) -> McNemarRecord:
     probability of a split at least this uneven.
     """
     a, b = np.asarray(a_correct, bool), np.asarray(b_correct, bool)
-    if a.shape != b.shape:
-        raise ValueError(f"the masks have different shapes: {a.shape} and {b.shape}")
     only_a, only_b = int((a & ~b).sum()), int((b & ~a).sum())
     coins = only_a + only_b
     steps = range(min(only_a, only_b))  # each binomial coefficient from the one before
