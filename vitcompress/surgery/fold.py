@@ -148,21 +148,21 @@ def fold_branch_bias(model: nn.Module, family: Family, branch: Site, removed: Co
 
     removed: attentions and FFNs before `branch` whose bias was moved already.
     """
-    own = _bias(model, family, branch.name)
+    own, entry = _bias(model, family, branch.name), family.entry(model)
     if not own:
         return True  # the branch adds nothing
-    # The last parameters before `branch` of which every token receives exactly one; none if there are none.
-    places = family.entry(model)
-    left = (name for name in _branches_before(model, family, branch) if name not in removed)
-    if places is not None and (last := next(left, None)) is not None:
-        places = (bias,) if last and (bias := _bias(model, family, last)) else ()
+    if entry is None:
+        return False
+    # The last parameters before `branch`, of which every token receives exactly one.
+    before = next((name for name in _branches_before(model, family, branch) if name not in removed), None)
+    names = entry if before is None else filter(None, [_bias(model, family, before)])
     constant = _gamma(model, family, own) * model.get_parameter(own).double()
-    moved = {p: model.get_parameter(p) + constant / _gamma(model, family, p) for p in places or ()}
-    moved = {place: value.to(model.get_parameter(place).dtype) for place, value in moved.items()}
+    biases = {name: model.get_parameter(name) for name in names}
+    moved = {name: (bias + constant / _gamma(model, family, name)).to(bias.dtype) for name, bias in biases.items()}
     if not moved or not all(value.isfinite().all() for value in moved.values()):
         return False
-    for place, value in moved.items():
-        model.get_parameter(place).copy_(value)
+    for name, value in moved.items():
+        biases[name].copy_(value)
     model.get_parameter(own).zero_()
     return True
 
