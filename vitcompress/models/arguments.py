@@ -120,7 +120,7 @@ RULES: dict[type[nn.Module], dict[str, Rule]] = {
 }
 
 # Name of an architecture, its class if the rules know it, and a tensor that only its weights have.
-KINDS: tuple[tuple[str, type[nn.Module] | None, str], ...] = (
+ARCHITECTURES: tuple[tuple[str, type[nn.Module] | None, str], ...] = (
     ("Swin Transformer", swin_transformer.SwinTransformer, f"layers.0.blocks.0.{TABLE}"),
     ("PVTv2", pvt_v2.PyramidVisionTransformerV2, "stages.0.blocks.0.attn.kv.weight"),
     ("BEiT", beit.Beit, FIRST + TABLE),
@@ -193,7 +193,7 @@ def describe_shapes(shapes: Shapes) -> tuple[str, str | None]:
 
     "" and None if unknown.
     """
-    label, base = next(((label, base) for label, base, name in KINDS if name in shapes), ("", None))
+    label, base = next(((label, base) for label, base, name in ARCHITECTURES if name in shapes), ("", None))
     facts = read_arguments(base, shapes)
     values = ", ".join(f"{name} {facts[name]}" for name in SHOWN if name in facts)
     size = SIZES.get(facts.get("embed_dim")) if label in NAMES else None
