@@ -89,17 +89,19 @@ def plan_layers(model: nn.Module, base: Plan, removed: Blocks, options: BypassOp
     sites = family.sites(model)
     if removed.get("activation"):
         check_kinds(model, family, ("activation",))
-    gone: list[Site] = []
     for kind in KINDS:
-        by_block = {site.index: site for site in sites if site.kind == kind}
-        if missing := sorted(set(removed.get(kind, ())) - set(by_block)):
-            raise PlanError(f"no {kind} to remove in block {missing[0]}; blocks that have one: {sorted(by_block)}")
-        gone += [by_block[number] for number in dict.fromkeys(removed.get(kind, ()))]
+        blocks = [site.index for site in sites if site.kind == kind]
+        if missing := sorted(set(removed.get(kind, ())) - set(blocks)):
+            raise PlanError(f"no {kind} to remove in block {missing[0]}; blocks that have one: {blocks}")
+    gone = [site for site in sites if site.index in removed.get(site.kind, ())]
     bypasses: dict[str, str] = {}
     for site in gone:
-        plain = options.attention_bypass if site.kind == "attention" else "identity"
-        drop = site.gates and options.gated_ffn == "drop_ffn"
-        bypasses |= {site.gates: "drop"} if drop else {site.name: options.gated_ffn if site.gates else plain}
+        if site.gates and options.gated_ffn == "drop_ffn":
+            bypasses[site.gates] = "drop"
+        elif site.gates:
+            bypasses[site.name] = options.gated_ffn
+        else:
+            bypasses[site.name] = options.attention_bypass if site.kind == "attention" else "identity"
     appended = {}
     if options.both_pruned_output_act == "gelu" and not family.not_foldable(model):
         left = {site.block for site in sites if site.kind in KINDS and site not in gone}

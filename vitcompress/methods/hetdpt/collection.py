@@ -161,7 +161,8 @@ class Collector:
 
         chosen = context.memo(f"te_{key}", measure)["chosen"]
         index = next(site.index for site in self.sites[kind] if site.name == chosen)
-        removed: Record = {k: [*(records[-1][k] if records else []), *([index] if k == kind else [])] for k in KINDS}
+        removed: Record = {k: list(records[-1][k]) if records else [] for k in KINDS}
+        removed[kind].append(index)
         record: Record = {"key": key, "chain": chain, "removed": chosen, **removed}
         model = self._remove(before, record)
         untrained = accuracy(model, context)
