@@ -362,8 +362,7 @@ def evaluate(
         runner = stack.enter_context(closing(open_artifact(model, options)))
         source = open_source(data, runtime, model, once=True)
         if isinstance(source, BatchLoader):
-            changed = {"batch_size": batch_size != 256, "workers": workers != 0}
-            source.reject(*(name for name, is_changed in changed.items() if is_changed))
+            source.reject(batch_size=batch_size != 256, workers=workers != 0)
             return evaluate_loader(runner.predict, source, runtime)
         if runner.input is None:
             raise InputError(f"{model} does not state its preprocessing", hint="pass batches of normalized images")

@@ -144,11 +144,11 @@ class BatchLoader:
         """A hash of a list of batches; empty for others, as for `Images`."""
         return tensors_digest(chain.from_iterable(self)) if isinstance(self.batches, list | tuple) else ""
 
-    def reject(self, *options: str) -> None:
-        """Raise InputError if there are `options`, which have no effect."""
-        if options:
+    def reject(self, **changed: bool) -> None:
+        """Raise InputError for the first option that was changed: these have no effect on batches."""
+        for option in (name for name, is_changed in changed.items() if is_changed):
             hint = "omit it, or pass a data set of (image, class) pairs"
-            raise InputError(f"{options[0]} has no effect: the data are batches", hint=hint)
+            raise InputError(f"{option} has no effect: the data are batches", hint=hint)
 
     def set_epoch(self, epoch: int) -> None:
         """Nothing to do: the order is that of `batches`."""

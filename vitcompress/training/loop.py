@@ -24,7 +24,7 @@ from vitcompress.training.loaders import BatchLoader, TrainData, TrainLoader
 from vitcompress.training.log import RunLog
 from vitcompress.training.losses import Objective, both_heads, inner, student_of
 from vitcompress.training.metrics import Accuracy, evaluate
-from vitcompress.training.options import EpochRecord, TrainOptions, TrainResult
+from vitcompress.training.options import Augmentation, EpochRecord, TrainOptions, TrainResult
 from vitcompress.training.trainer import Learner, TrainingContext, TrainingControls, TrainingJob, check_optimizer
 
 
@@ -139,10 +139,11 @@ def check_options(
 ) -> None:
     """Raise InputError for options that contradict the data, the processes, or each other. input: of the model."""
     if isinstance(train_set, BatchLoader):
-        names, default = ("augmentation", *["batch_size"] * (options.lr_base is None)), TrainOptions()
-        default = replace(default, augmentation=replace(default.augmentation, smoothing=options.augmentation.smoothing))
-        wrong = (name for name in names if getattr(options, name) != getattr(default, name))
-        train_set.reject(*wrong, *["workers"] * bool(runtime.workers))
+        train_set.reject(
+            augmentation=replace(options.augmentation, smoothing=0.0) != Augmentation(),
+            batch_size=options.batch_size != TrainOptions.batch_size and options.lr_base is None,
+            workers=runtime.workers > 0,
+        )
         if len(train_set) < options.accumulate:
             message = f"accumulate {options.accumulate} is more than the {len(train_set)} batches of an epoch"
             raise InputError(message, hint="lower accumulate or pass more batches")
