@@ -14,7 +14,7 @@ from vitcompress import surgery
 from vitcompress.errors import PlanError
 from vitcompress.families import family_of
 from vitcompress.methods.sero import method as sero
-from vitcompress.methods.sero.layout import Live, deploy, padding, project, unit_spaces
+from vitcompress.methods.sero.layout import Live, keep_live, padding, project, unit_spaces
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.cost import count_cost
 from vitcompress.plan import Plan
@@ -46,7 +46,7 @@ def test_padded_attention_computes_the_same_at_one_width(variant: str, wider: st
     model = build(variant)
     spaces, x = unit_spaces(family_of(model).spaces(model)), images(variant)
     live = {s.name: np.arange(s.size) % (s.size // s.heads) < (2 if s.kind == wider else 1) for s in spaces}
-    uniform, plan = (deploy(Plan("any"), spaces, live, pad=pad) for pad in (False, True))
+    uniform, plan = (keep_live(Plan("any"), spaces, live, pad=pad) for pad in (False, True))
     assert len(plan.padded) == len({s.attention for s in spaces if s.attention}) and padding(live, plan.kept) == {}
     assert_same(logits(surgery.apply_to_copy(model, plan), x), masked(model, live, x))
     assert_moved(logits(model, x), masked(model, live, x))
@@ -67,7 +67,7 @@ def test_widths_that_the_kernel_receives(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
     for pad in (False, True):
-        logits(surgery.apply_to_copy(model, deploy(Plan("any"), spaces, live, pad=pad)), images("plain"))
+        logits(surgery.apply_to_copy(model, keep_live(Plan("any"), spaces, live, pad=pad)), images("plain"))
     unequal, equal = seen[:2], seen[2:]
     assert any(len(set(widths)) > 1 for widths in unequal)
     assert equal == [(max(widths),) * 3 for widths in unequal]

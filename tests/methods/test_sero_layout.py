@@ -13,7 +13,7 @@ from vitcompress import surgery
 from vitcompress.errors import PlanError
 from vitcompress.families import Space, family_of
 from vitcompress.methods.sero import method as sero
-from vitcompress.methods.sero.layout import KINDS, _above_quantile, deploy, padding, project, unit_spaces
+from vitcompress.methods.sero.layout import KINDS, _above_quantile, keep_live, padding, project, unit_spaces
 from vitcompress.models.cost import Cost, count_cost
 from vitcompress.plan import Plan
 from vitcompress.surgery.masks import mask_channels
@@ -245,7 +245,7 @@ def check_masked_is_sliced(model: nn.Module, spaces: Any, live: dict[str, np.nda
     before = logits(model, x)
     with mask_channels(model, family_of(model), gates):
         masked = logits(model, x)
-    delta = deploy(Plan("any"), spaces, live)
+    delta = keep_live(Plan("any"), spaces, live)
     sero._zero(model, spaces, padding(live, delta.kept))
     assert_same(logits(surgery.apply_to_copy(model, delta), x), masked)
     assert_moved(masked, before)
@@ -257,10 +257,10 @@ def test_a_layout_that_rounds_nothing_up_pads_nothing() -> None:
     spaces, scores = random_scores(model)
     for layout in ("uniform", "tied"):
         live = project(spaces, scores, scores, 0.4, sero.Options(layout=layout, round_to=2))
-        assert padding(live, deploy(Plan("any"), spaces, live).kept) == {}
+        assert padding(live, keep_live(Plan("any"), spaces, live).kept) == {}
     ragged = project(spaces, scores, scores, 0.4, sero.Options(layout="ragged", round_to=1))
-    assert padding(ragged, deploy(Plan("any"), spaces, ragged).kept)
-    assert deploy(Plan("any"), spaces, {}) == Plan("any"), "spaces that keep all channels are not named"
+    assert padding(ragged, keep_live(Plan("any"), spaces, ragged).kept)
+    assert keep_live(Plan("any"), spaces, {}) == Plan("any"), "spaces that keep all channels are not named"
 
 
 def test_no_step_is_skipped_on_a_ladder() -> None:

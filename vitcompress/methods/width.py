@@ -52,7 +52,7 @@ def groups_of(spaces: Sequence[Space], scores: Scores, scope: Scope) -> tuple[Gr
 
 
 def _head_dims(spaces: Sequence[Space], attention: str) -> dict[str, list[Space]]:
-    """Group of channels within heads -> spaces that keep the same: q, k and v if equally wide, none in whole heads."""
+    """Name of a group of channels within heads -> its spaces: all of the attention if equally wide, else each alone."""
     own = [space for space in spaces if space.attention == attention]
     if len({space.size for space in own}) == 1 and not any(space.whole_heads for space in own):
         return {f"{attention}.head_dim": own}

@@ -119,7 +119,7 @@ class _ParameterMask(nn.Module):
 
 
 def _full(mask: Tensor, axis: Axis, length: int) -> Tensor:
-    """The mask of a whole axis with `length` entries, 1 outside the space: (groups, length). Of a head: its largest."""
+    """The mask of all `length` entries of an axis, 1 outside the space: (groups, length). A head has its largest."""
     own = mask.reshape(-1, mask.shape[-1])
     own = own.reshape(len(own), length, -1).amax(-1) if axis.per_head else own.repeat(1, axis.copies)
     before, after = (own.new_ones(len(own), n) for n in (axis.offset, length - axis.offset - own.shape[1]))

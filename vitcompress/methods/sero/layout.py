@@ -157,7 +157,7 @@ def _climb(ladders: Sequence[_Ladder], sparsity: float, *, strict: bool) -> list
     return taken
 
 
-def deploy(
+def keep_live(
     base: Plan, spaces: Sequence[Space], live: Live, *, pad: bool = False, removed: Collection[str] = ()
 ) -> Plan:
     """The plan that drops the attentions and FFNs in `removed` and keeps all live channels of the others.

@@ -75,20 +75,20 @@ def structure(model: nn.Module, family: Family, base: Plan, options: Options) ->
     widths = {space.name: (space.size // space.heads, space.heads) for space in units}
     scores = {name: np.tile(1 - (np.arange(n) + 0.5) / n, heads) for name, (n, heads) in widths.items()}
     live = layout.project(units, scores, scores, options.sparsity, options)
-    return layout.deploy(base, spaces, live, pad=options.layout == "padded")
+    return layout.keep_live(base, spaces, live, pad=options.layout == "padded")
 
 
 def _deploy(copy: nn.Module, family: Family, base: Plan, live: layout.Live, options: Options) -> Plan:
     """The plan that keeps the live channels. Changes the weights of `copy` so that it computes what the masks did."""
     spaces = layout.prunable(family.spaces(copy))
-    _zero(copy, spaces, layout.padding(live, layout.deploy(base, spaces, live).kept))
+    _zero(copy, spaces, layout.padding(live, layout.keep_live(base, spaces, live).kept))
     # Attentions without a live v channel and FFNs without a live hidden one only add a bias.
     empty = {space.attention or space.name for space in spaces if space.kind != "qk" and not live[space.name].any()}
     removed = dict[str, str]()
     for site in family.sites(copy):
         if site.name in empty and surgery.fold_branch_bias(copy, family, site, removed):
             removed[site.name] = "drop"
-    return layout.deploy(base, spaces, live, pad=options.layout == "padded", removed=removed)
+    return layout.keep_live(base, spaces, live, pad=options.layout == "padded", removed=removed)
 
 
 def estimate(model: nn.Module, family: Family, options: Options) -> list[Estimate]:
