@@ -133,8 +133,6 @@ class MappedImages(Images):
             hint = "return a PIL image or a normalized tensor (C, H, W), and the index of its class"
             message = f"the items of {name} are not (image, class) pairs: {first_line(error)}"
             raise DataError(message, hint=hint) from error
-        if not self.prepared:
-            decode(image, f"0 of {name}")
         samples = {self._sample_digest() for _ in range(2)}  # equal, unless transforms have a random state of their own
         self.digest = tensors_digest([torch.from_numpy(self.labels)], samples.pop() if len(samples) == 1 else "")
 
