@@ -12,6 +12,7 @@ below zero is clamped.
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -25,7 +26,7 @@ from vitcompress.training.loaders import EvalLoader
 from vitcompress.training.metrics import kl_divergence
 
 ROUNDS = 8  # iterations for the v_i
-Start = tuple[str, Tensor] | None  # a block and its output
+Output = tuple[str, Tensor]  # path and output of a block
 
 
 @dataclass(frozen=True)
@@ -84,11 +85,11 @@ class Importance:
         total = torch.zeros(component.size, dtype=torch.float64)
         reader, names = self._last_linear(component), [space.name for space in component.spaces]
         for images, _ in loader:
-            logits, outputs, inputs, start = self._plain(images, component, reader)
+            logits, start, hidden = self._plain(images, component, after=reader is not None)
             step = max(1, self.images_at_once // len(images))
             for channels in torch.split(wanted, step):
-                if reader:
-                    changed = self._without_hidden(reader, channels.to(self.device), images, outputs, inputs[0])
+                if reader and start:
+                    changed = self._without_hidden(reader, channels.to(self.device), images, start, hidden)
                 else:
                     gate = 1 - nn.functional.one_hot(channels.to(self.device), component.size).to(images.dtype)
                     with delete_channels(self.model, component.spaces, dict.fromkeys(names, gate)):
@@ -96,50 +97,42 @@ class Importance:
                 total[channels] += divergence(logits, changed).cpu()
         return total
 
-    def _plain(
-        self, images: Tensor, component: Component, reader: str | None
-    ) -> tuple[Tensor, dict[str, Tensor], list[Tensor], Start]:
-        """One pass without deletions: logits, outputs of the blocks that may be replayed, the inputs of `reader`, and
-        the last block that finished before any part of `component` was read.
-        """
-        own = enclosing_module(component.name, self.blocks)
-        outputs: dict[str, Tensor] = {}
-        inputs: list[Tensor] = []
-        touched: list[str | None] = []
+    def _plain(self, images: Tensor, component: Component, *, after: bool) -> tuple[Tensor, Output | None, Tensor]:
+        """One pass without deletions: logits, a block with its output, the input of the first layer on `component`.
 
-        def keep(path: str, out: Tensor) -> None:
-            if not touched:
-                outputs.clear()  # keep only the last block before
-            if not touched or path == own:
-                outputs[path] = out
+        The block is the last one that finished before this layer; with `after`, the one that contains the layer.
+        """
+        own = enclosing_module(component.name, self.blocks) if after else None
+        start: Output | None = None
+        inputs: list[Tensor] = []
+
+        def finish(path: str, block: nn.Module, args: Any, out: Tensor) -> None:
+            nonlocal start
+            if not inputs or path == own:
+                start = path, out
+
+        def read(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+            if not inputs:
+                inputs.append(args[0])
 
         with ExitStack() as stack:
             for path in self.blocks:
-                block = self.model.get_submodule(path)
-                stack.callback(block.register_forward_hook(lambda m, a, out, path=path: keep(path, out)).remove)
+                stack.callback(self.model.get_submodule(path).register_forward_hook(partial(finish, path)).remove)
             for axis in (axis for space in component.spaces for axis in deleting_axes(self.model, space)):
-                module = self.model.get_submodule(axis.owner)
-                before = module.register_forward_pre_hook(lambda m, a: touched.append(next(reversed(outputs), None)))
-                stack.callback(before.remove)
-            if reader:
-                module = self.model.get_submodule(reader)
-                stack.callback(module.register_forward_pre_hook(lambda m, a: inputs.append(a[0])).remove)
+                stack.callback(self.model.get_submodule(axis.owner).register_forward_pre_hook(read).remove)
             logits = self.model(images)
-        first = touched[0]
-        return logits, outputs, inputs, None if first is None else (first, outputs[first])
+        return logits, start, inputs[0]
 
-    def _without_hidden(
-        self, reader: str, channels: Tensor, images: Tensor, outputs: dict[str, Tensor], hidden: Tensor
-    ) -> Tensor:
-        """Logits if the block's output lacks each of these hidden channels of an FFN, (channels x images, classes)."""
-        path = next(path for path in self.blocks if reader.startswith(f"{path}."))
+    def _without_hidden(self, reader: str, channels: Tensor, images: Tensor, block: Output, hidden: Tensor) -> Tensor:
+        """Logits without each of these channels of `hidden`, the input of `reader`: (channels x images, classes)."""
+        path, out = block
         columns = self.model.get_parameter(f"{reader}.weight")[:, channels].T  # (channels, width)
         for scale in (scale for scale, layer in self.family.scales(self.model).items() if layer == reader):
             columns = columns * scale_parameter(self.model, scale)
         change = hidden[..., channels].movedim(-1, 0).unsqueeze(-1) * columns[:, None, None, :]
-        return self._rest(len(channels), images, (path, (outputs[path] - change).flatten(0, 1)), repeated=True)
+        return self._rest(len(channels), images, (path, (out - change).flatten(0, 1)), repeated=True)
 
-    def _rest(self, groups: int, images: Tensor, start: Start, *, repeated: bool = False) -> Tensor:
+    def _rest(self, groups: int, images: Tensor, start: Output | None, *, repeated: bool = False) -> Tensor:
         """The forward pass after the block `start`, whose output is known, for `groups` copies of the images."""
         replacements: dict[str, nn.Module] = {}
         if start is not None:
