@@ -168,17 +168,17 @@ def _image_folder(options: DataOptions) -> Splits:
 
 def _split_folder(options: DataOptions, split: Literal["train", "test"]) -> Path:
     check_named(options)
-    name = options.train_split or "train" if split == "train" else options.test_split
-    others = tuple(other for other in _TEST_FOLDERS if other != options.train_split)
-    root, names = user_path(options.path or ""), (name,) if name else others
+    root = user_path(options.path or "")
+    name = options.test_split if split == "test" else options.train_split or "train"
+    names = [name] if name else [other for other in _TEST_FOLDERS if other != options.train_split]
     if not root.is_dir():
         what = "is a file, not a folder of images" if root.exists() else "does not exist"
         raise DataError(f"data folder {root} {what}", hint="expected PATH/train/<class>/<image> and PATH/val")
     if folder := next((root / name for name in names if (root / name).is_dir()), None):
         return folder
-    deep = (root.parent / names[0]).is_dir()
-    other = f"expected PATH/{names[0]}/<class>/<image>; data.{split}_split sets other names"
-    hint = f"use its parent {root.parent}" if deep else other
+    hint = f"expected PATH/{names[0]}/<class>/<image>; data.{split}_split sets other names"
+    if (root.parent / names[0]).is_dir():
+        hint = f"use its parent {root.parent}"
     raise DataError(f"data folder {root} has no folder {' or '.join(names)}", hint=hint)
 
 
