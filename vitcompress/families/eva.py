@@ -39,9 +39,7 @@ class EvaFamily(VitFamily):
     """A VisionTransformer with rotary positions, LayerScales as parameters, and separate biases of q, k and v."""
 
     name = "eva"
-    supported = (
-        "timm Eva models (DINOv3, EVA-02, rotary ViTs) with pre-norm blocks, a two-layer or gated MLP and LayerNorm"
-    )
+    supported = "timm Eva models (DINOv3, EVA-02, rotary ViTs) with pre-norm blocks, LayerNorm, two-layer or gated MLPs"
     model_type = Eva
     block_type = EvaBlock
     sliced: ClassVar = {

@@ -29,9 +29,7 @@ class LatencyOptions:
         Literal["sizes", "latency"], Doc("`latency` chooses the sizes that take `amount` ms; `sizes`: as they are set")
     ] = "sizes"
     amount: Annotated[float | None, Gt(0), Doc("ms per call, with target = latency")] = None
-    latency_on: Annotated[Literal["onnxruntime", "openvino", "torch"], Doc("runtime that a latency is measured in")] = (
-        "onnxruntime"
-    )
+    latency_on: Annotated[Literal["onnxruntime", "openvino", "torch"], Doc("runtime of a latency")] = "onnxruntime"
     latency_batch: Annotated[Count, Doc("images per call of a latency; None: bench.batch, or 1")] = None
     latency_threads: Annotated[Count, Le(1024), Doc("CPU threads of the runtime; None: its default")] = None
 
@@ -124,9 +122,7 @@ class HetdptOptions(AllocationOptions, DirectOptions):
     published_activation: Annotated[Indices, Doc('blocks that lose their activation, with layers = "published"')] = ()
     example_attention: Example = ()
     example_activation: Example = ()
-    candidates: Annotated[Literal["collected", "all"], Doc("of step 2: layers of the single-type chains, or all")] = (
-        "collected"
-    )
+    candidates: Annotated[Literal["collected", "all"], Doc("of step 2: from single-type chains, or all")] = "collected"
     diagnostics: Annotated[bool, Doc("also measure gradient disparity and recovery asymmetry")] = False
 
 

@@ -26,6 +26,7 @@ from vitcompress.models.preprocessing import NAMES, Preprocessing
 from vitcompress.models.weights import HUB, NOT_FILES, WeightFile, open_weights, parse_class_names
 
 Arguments = Mapping[str, object]  # of `timm.create_model`
+Sourced = tuple[dict[str, Any], dict[str, str]]  # values by name, and the source of each
 POSITIONS = re.compile("^pos_embed$|relative_position_bias_table$")
 # Arguments whose other values may give equal shapes -> what the rules then read otherwise.
 AMBIGUOUS = {"img_size": ("img_size", "no_embed_class"), "global_pool": ("global_pool",), "fc_norm": ("global_pool",)}
@@ -127,7 +128,7 @@ def resolve_model(
 
 def _preprocessing(
     arch: str, blank: nn.Module, file: WeightFile, overlay: Arguments, preprocessing: Mapping[str, Preprocessing]
-) -> tuple[dict[str, Any], dict[str, str]]:
+) -> Sourced:
     """The preprocessing of `blank`, and the source of each value. Those of `preprocessing` count most."""
     config, stated = create.input_config(blank), file.stated
     trained = str(stated.get("model", arch))
@@ -154,15 +155,13 @@ def _create(arch: str, args: Arguments, overlay: Arguments, sources: Mapping[str
     return blank
 
 
-def _merge(layers: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
+def _merge(layers: Mapping[str, Mapping[str, Any]]) -> Sourced:
     """The values of `layers`, by their source, of which the last one counts, and the source of each value."""
     values = {name: value for table in layers.values() for name, value in table.items()}
     return values, {name: source for source, table in layers.items() for name in table}
 
 
-def _arguments(
-    arch: str, own: Arguments, file: WeightFile, weights: str | Path
-) -> tuple[dict[str, object], dict[str, str]]:
+def _arguments(arch: str, own: Arguments, file: WeightFile, weights: str | Path) -> Sourced:
     """Arguments of timm that are not its defaults, and the source of each. Raises WeightsError.
 
     There are three sources. own: the recipe. `stated`: what the file says. `seen`: what the shapes of its weights show,

@@ -37,9 +37,7 @@ class DataOptions(Preprocessing):
     test_split: Annotated[str | None, Doc("name of the test split; None: val, validation or test")] = None
     heldout: Annotated[Fraction, Doc("share of the training images that are held out for choices")] = 0.1
     workers: Annotated[Workers, Doc("processes that load images; augmented ones depend on this number")] = 0
-    broken: Annotated[Broken, Doc("unreadable images of an imagefolder; `skip` decodes all and leaves them out")] = (
-        "error"
-    )
+    broken: Annotated[Broken, Doc("unreadable images of an imagefolder; `skip` decodes all and omits them")] = "error"
 
 
 @dataclass(frozen=True)

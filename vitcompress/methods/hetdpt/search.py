@@ -60,16 +60,14 @@ def lr_scale(epoch: float, removals: Sequence[int], lowest: float) -> float:
 
 
 def search(
-    model: nn.Module, context: Context, options: DirectOptions, events: Sequence[Event], candidates: Collection[str]
+    model: nn.Module, context: Context, options: DirectOptions, events: Sequence[Event], names: Collection[str]
 ) -> dict[SiteKind, list[int]]:
     """Train weights and scores; return the dense block numbers of each type in order of removal.
 
-    events: the types that may lose a layer at each scheduled removal. candidates: sites that may be removed. A killed
+    events: the types that may lose a layer at each scheduled removal. names: of the sites that may be removed. A killed
     search resumes after its last finished epoch. `search_epochs.json` records scores and removals.
     """
-    removed: dict[SiteKind, list[int]] = context.memo(
-        "search", lambda: _train(model, context, options, events, candidates)
-    )
+    removed: dict[SiteKind, list[int]] = context.memo("search", lambda: _train(model, context, options, events, names))
     if context.runtime.is_main:
         shutil.rmtree(context.folder / "search", ignore_errors=True)  # its weights are no longer needed
     return removed
