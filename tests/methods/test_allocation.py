@@ -87,7 +87,7 @@ def test_leave_two_out_errors(name, errors):
     for degree, (mae, rmse) in enumerate(errors, start=1):
         validation = validate(DATA[name], degree)
         assert (validation.mae, validation.rmse) == pytest.approx((mae, rmse), abs=1e-4)
-    assert allocate(DATA[name], LAYERS, 8).polynomial.degree == 2
+    assert allocate(DATA[name], LAYERS, 8).polynomial["degree"] == 2
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_leave_two_out_errors(name, errors):
     ],
 )
 def test_coefficients_of_degree_two(name, coefficients):
-    assert allocate(DATA[name], LAYERS, 8).polynomial.coefficients == pytest.approx(coefficients, abs=1e-6)
+    assert allocate(DATA[name], LAYERS, 8).polynomial["coefficients"] == pytest.approx(coefficients, abs=1e-6)
 
 
 def test_rank_deficient_degrees_are_not_eligible():

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,14 +34,6 @@ class Row(NamedTuple):
     attention: float
     activation: float
     accuracy: float
-
-
-@dataclass(frozen=True)
-class Polynomial:
-    """Coefficients in the order 1, a, t, a^2, a*t, t^2, ... of a polynomial of total degree `degree`."""
-
-    degree: int
-    coefficients: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -74,7 +66,8 @@ class Allocation:
     """The chosen split (pruned attention, pruned activation), and how certain the choice is.
 
     best: the split predicted best. margin: its lead over the runner-up (None with a single split). tie: the lead is
-    below a tenth of the RMSE. chosen differs from best only where `tie_break` decided.
+    below a tenth of the RMSE. chosen differs from best only where `tie_break` decided. polynomial: total degree, and
+    coefficients in the order 1, a, t, a^2, a*t, t^2, ...
     """
 
     chosen: tuple[int, int]
@@ -82,7 +75,7 @@ class Allocation:
     margin: float | None
     tie: bool
     tie_break: str
-    polynomial: Polynomial
+    polynomial: dict[str, Any]
     rmse: float
     degrees: tuple[Validation, ...]
     splits: tuple[Split, ...]
@@ -133,15 +126,16 @@ def allocate_budget(
     degrees = tuple(validate(rows, degree) for degree in DEGREES)
     # The lowest RMSE among the degrees with full rank in every fold; the first degree if there is none.
     validation = min((v for v in degrees if v.full_rank), key=lambda v: v.rmse, default=degrees[0])
-    curve = Polynomial(validation.degree, tuple(_solve(np.array(rows), validation.degree)[0].tolist()))
+    coefficients, _ = _solve(np.array(rows), validation.degree)
+    curve = {"degree": validation.degree, "coefficients": coefficients.tolist()}
     candidates = feasible_splits(layers, options.pruned_layers, options.min_pruned_per_type)
-    predicted = _predict(np.array(curve.coefficients), candidates, layers, curve.degree)
+    predicted = _predict(coefficients, candidates, layers, validation.degree)
     best = int(np.argmax(predicted))
     gaps = predicted[best] - predicted
     tied = [s for s, gap in zip(candidates, gaps, strict=True) if gap < TIE_SHARE * validation.rmse] or candidates[:1]
     tie = len(tied) > 1
     chosen = min(tied, key=lambda s: cost(*s)) if tie and options.tie_break == "faster" else candidates[best]
-    fits = (coefficients for _, coefficients, _ in _folds(rows, validation.degree))
+    fits = (fit for _, fit, _ in _folds(rows, validation.degree))
     wins = Counter(int(np.argmax(_predict(fit, candidates, layers, validation.degree))) for fit in fits)
     splits = tuple(
         Split(*s, float(p), float(gap), bool(gap <= validation.rmse), wins[i] / max(1, wins.total()))
