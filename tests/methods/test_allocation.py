@@ -1,10 +1,11 @@
 """The accuracy predictor against the two data sets that the HetDPT paper prints: appendix listing and Table 10."""
 
+import numpy as np
 import pytest
 
 from vitcompress.errors import PlanError
 from vitcompress.io.text import suggest_range
-from vitcompress.methods.hetdpt.allocation import Row, allocate_budget, feasible_splits, validate
+from vitcompress.methods.hetdpt.allocation import allocate_budget, feasible_splits, validate
 from vitcompress.methods.options import AllocationOptions
 
 LAYERS = (12, 12)
@@ -53,11 +54,11 @@ TABLE_10 = [
 
 
 def printed(points):
-    return [Row(*p) for p in points]
+    return np.array(points)
 
 
 def exact(points):
-    return [Row(round(a * 12) / 12, round(t * 12) / 12, y) for a, t, y in points]
+    return np.array([(round(a * 12) / 12, round(t * 12) / 12, y) for a, t, y in points])
 
 
 def macs(attention, activation):
@@ -224,7 +225,7 @@ def _splits_exist(layers, budget, least):
 
 def test_few_rows():
     """Too few rows for full rank in every fold still give a split, marked as such."""
-    rows = [Row(1, 1, 90), Row(0.5, 1, 80), Row(1, 0.5, 70), Row(0.5, 0.5, 60)]
+    rows = printed([(1, 1, 90), (0.5, 1, 80), (1, 0.5, 70), (0.5, 0.5, 60)])
     allocation = allocate(rows, (4, 4), 2, min_pruned_per_type=0)
     assert allocation.best == (2, 0)
     assert not any(v.full_rank for v in allocation.degrees)

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,14 +26,6 @@ DEGREES = (1, 2, 3, 4)
 FEWEST_ROWS = 4  # for cross-validation
 TIE_SHARE = 0.1
 Array = NDArray[np.float64]
-
-
-class Row(NamedTuple):
-    """One measured point: retained ratios in 0..1 and accuracy in percent."""
-
-    attention: float
-    activation: float
-    accuracy: float
 
 
 @dataclass(frozen=True)
@@ -81,14 +73,13 @@ class Allocation:
     splits: tuple[Split, ...]
 
 
-def validate(rows: Sequence[Row], degree: int) -> Validation:
+def validate(rows: Array, degree: int) -> Validation:
     """Leave-two-out error: each point's predictions are averaged over its folds before the error is taken."""
-    table = np.array(rows)
     total, full_rank = np.zeros(len(rows)), True
     for left_out, coefficients, rank in _folds(rows, degree):
-        total[left_out] += _features(table[left_out, :2], degree) @ coefficients
+        total[left_out] += _features(rows[left_out, :2], degree) @ coefficients
         full_rank &= rank == coefficients.size
-    errors = total / (len(rows) - 1) - table[:, 2]
+    errors = total / (len(rows) - 1) - rows[:, 2]
     return Validation(degree, float(np.abs(errors).mean()), float(np.sqrt((errors**2).mean())), full_rank)
 
 
@@ -116,17 +107,18 @@ def feasible_splits(layers: tuple[int, int], budget: int, min_pruned_per_type: i
 
 
 def allocate_budget(
-    rows: Sequence[Row], layers: tuple[int, int], options: AllocationOptions, cost: Callable[[int, int], float]
+    rows: Array, layers: tuple[int, int], options: AllocationOptions, cost: Callable[[int, int], float]
 ) -> Allocation:
     """Fit, choose the degree, search the budget line, break ties.
 
+    rows: measured points, (points, 3): retained ratios of attentions and of activations in 0..1, accuracy in percent.
     layers: number of attention and activation layers that the ratios count in. cost: of the model with (pruned
     attention, pruned activation), in any unit (MACs, milliseconds).
     """
     degrees = tuple(validate(rows, degree) for degree in DEGREES)
     # The lowest RMSE among the degrees with full rank in every fold; the first degree if there is none.
     validation = min((v for v in degrees if v.full_rank), key=lambda v: v.rmse, default=degrees[0])
-    coefficients, _ = _solve(np.array(rows), validation.degree)
+    coefficients, _ = _solve(rows, validation.degree)
     curve = {"degree": validation.degree, "coefficients": coefficients.tolist()}
     candidates = feasible_splits(layers, options.pruned_layers, options.min_pruned_per_type)
     predicted = _predict(coefficients, candidates, layers, validation.degree)
@@ -157,14 +149,14 @@ def _features(points: Array, degree: int) -> Array:
     return np.stack([a ** (total - j) * t**j for total in range(degree + 1) for j in range(total + 1)], axis=1)
 
 
-def _solve(table: Array, degree: int) -> tuple[Array, int]:
+def _solve(rows: Array, degree: int) -> tuple[Array, int]:
     """Coefficients and rank of the ordinary least-squares fit in percent; minimum norm where the rows leave it open."""
-    coefficients, _, rank, _ = np.linalg.lstsq(_features(table[:, :2], degree), table[:, 2], rcond=None)
+    coefficients, _, rank, _ = np.linalg.lstsq(_features(rows[:, :2], degree), rows[:, 2], rcond=None)
     return np.asarray(coefficients, np.float64), int(rank)
 
 
-def _folds(rows: Sequence[Row], degree: int) -> Iterator[tuple[list[int], Array, int]]:
+def _folds(rows: Array, degree: int) -> Iterator[tuple[list[int], Array, int]]:
     """Every pair of rows left out, with the coefficients and the rank of the fit to all others."""
     for pair in combinations(range(len(rows)), 2):
         left_out = list(pair)
-        yield left_out, *_solve(np.delete(np.array(rows), left_out, axis=0), degree)
+        yield left_out, *_solve(np.delete(rows, left_out, axis=0), degree)

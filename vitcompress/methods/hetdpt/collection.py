@@ -16,6 +16,7 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -25,7 +26,7 @@ from vitcompress.methods import transfer_entropy
 from vitcompress.methods.base import Context, Estimate, reject_unused
 from vitcompress.methods.calibration import accuracy, calibration_images, search_options, training_subset
 from vitcompress.methods.depth import all_layers, gate_layers, layers, remove_layers
-from vitcompress.methods.hetdpt.allocation import Row
+from vitcompress.methods.hetdpt.allocation import Array
 from vitcompress.methods.options import AllocationOptions, CollectionOptions, FastTraining
 from vitcompress.methods.transfer_entropy import identify
 from vitcompress.training.options import TrainOptions
@@ -97,10 +98,9 @@ def _interleaved(options: CollectionOptions) -> list[SiteKind]:
     return [order[number % 2] for number in range(options.interleaved)]
 
 
-def rows(records: Sequence[Record], counts: dict[SiteKind, int]) -> list[Row]:
-    """The points of the accuracy predictor. counts: layers of each type in the dense model."""
-    first, second = KINDS
-    return [Row(1 - len(r[first]) / counts[first], 1 - len(r[second]) / counts[second], r["accuracy"]) for r in records]
+def rows(records: Sequence[Record], counts: dict[SiteKind, int]) -> Array:
+    """The points of the accuracy predictor, (records, 3). counts: layers of each type in the dense model."""
+    return np.array([[*(1 - len(r[kind]) / counts[kind] for kind in KINDS), r["accuracy"]] for r in records])
 
 
 class Collector:
