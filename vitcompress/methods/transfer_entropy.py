@@ -13,7 +13,6 @@ all images of all processes together, not a mean over batches.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,19 +25,6 @@ from vitcompress.methods.calibration import calibration_images
 from vitcompress.methods.options import EntropyOptions
 from vitcompress.surgery.gates import GatedModel
 from vitcompress.training.distributed import derived_seed
-
-
-@dataclass(frozen=True)
-class Entropy:
-    """H of one model on the images, in nats, and of each bootstrap resample.
-
-    accuracy: top-1 in percent on the same images.
-    """
-
-    value: float
-    resampled: tuple[float, ...]
-    images: int
-    accuracy: float
 
 
 def weighted_sums(features: Tensor, weights: Tensor, center: Tensor) -> Tensor:
@@ -60,10 +46,11 @@ def deviation(sums: Tensor) -> Tensor:
 @torch.no_grad()
 def entropies(
     gated: GatedModel, removed: Sequence[Collection[str]], context: Context, options: EntropyOptions
-) -> list[Entropy]:
+) -> tuple[Tensor, Tensor, int]:
     """H without each of the sets `removed` of sites, from one pass over the images; changes gates and mode of `gated`.
 
-    All sets share their resamples, so differences between sets are paired.
+    Returns H in nats, (sets, 1 + resamples), of the images and of each bootstrap resample, top-1 in percent, (sets,),
+    and the number of images. All sets share their resamples, so differences between sets are paired.
     """
     sums = [torch.zeros((), dtype=torch.float64)] * len(removed)
     centers: dict[int, Tensor] = {}
@@ -90,11 +77,8 @@ def entropies(
             if i not in centers:  # the same one in all processes
                 centers[i] = runtime.all_sum(features.mean(dim=0)) / runtime.world_size
             sums[i] = sums[i] + weighted_sums(features, batch.to(features.device), centers[i])
-    results = []
-    for own, hits in zip(map(runtime.all_sum, sums), runtime.all_sum(correct).tolist(), strict=True):
-        values = deviation(own).clamp(min=1e-12).log().sum(dim=1).tolist()
-        results.append(Entropy(values[0], tuple(values[1:]), loader.total, 100 * hits / loader.total))
-    return results
+    values = [deviation(runtime.all_sum(own)).clamp(min=1e-12).log().sum(dim=1).cpu() for own in sums]
+    return torch.stack(values), 100 * runtime.all_sum(correct) / loader.total, loader.total
 
 
 def identify(site: Site) -> dict[str, Any]:
@@ -110,22 +94,22 @@ def measure(
     removed: sites that are removed together with each of `sites`. NOSE, which always compares with the dense model,
     passes those chosen before; HetDPT passes the current model instead.
     """
-    whole, *without = entropies(gated, [(), *((*removed, site.name) for site in sites)], context, options)
+    sets = [(), *((*removed, site.name) for site in sites)]
+    values, accuracies, images = entropies(gated, sets, context, options)
     rows: list[dict[str, Any]] = []
-    for site, entropy in zip(sites, without, strict=True):
-        difference = whole.value - entropy.value
-        drawn = [a - b for a, b in zip(whole.resampled, entropy.resampled, strict=True)]
+    for number, site in enumerate(sites, start=1):
+        difference, *drawn = (values[0] - values[number]).tolist()
         row = {
             **identify(site),
-            "entropy": entropy.value,
+            "entropy": float(values[number, 0]),
             "transfer_entropy": difference,
             "deviation": float(torch.tensor(drawn, dtype=torch.float64).std()) if len(drawn) > 1 else None,
             "score": abs(difference) if options.sign == "abs" else difference,
-            "accuracy": entropy.accuracy,
+            "accuracy": float(accuracies[number]),
         }
         rows.append(row)
     chosen = context.runtime.broadcast(min(rows, key=lambda row: row["score"])["site"])
-    about = {"images": whole.images, "entropy": whole.value, "accuracy": whole.accuracy, "sign": options.sign}
+    about = {"images": images, "entropy": float(values[0, 0]), "accuracy": float(accuracies[0]), "sign": options.sign}
     return {**about, "rows": rows, "chosen": chosen}
 
 
