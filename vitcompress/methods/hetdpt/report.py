@@ -108,7 +108,7 @@ def _search_chart(data: Row) -> Chart:
     ends = {record["removed"]: record["epoch"] for record in data["search_epochs"] if record["removed"]}
     lines = []
     for name in data["search_epochs"][0]["scores"]:
-        site = data["search"].get("sites", {}).get(name, {"kind": "layer", "index": name})
+        site = data["search"]["sites"][name]
         own = [record for record in data["search_epochs"] if record["epoch"] <= ends.get(name, record["epoch"])]
         epochs, scores = [record["epoch"] + 1 for record in own], [record["scores"][name] for record in own]
         mark = str(site["index"]) if name in ends else ""
