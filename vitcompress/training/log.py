@@ -66,7 +66,7 @@ class RunLog:
                     self.board.add_scalar(name, value, record["epoch"])
 
     def close(self) -> None:
-        """Write what TensorBoard buffers."""
+        """Close the writer of TensorBoard, which writes what it buffers."""
         with suppress(OSError):
             if self.board:
                 self.board.close()

@@ -5,7 +5,6 @@ That changes the function, since the products of several old heads are then summ
 """
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -113,7 +112,12 @@ def find_target(model: nn.Module, family: Family, base: Plan, options: UpvitOpti
         message = f"UP-ViT does not support {family.name} models whose weights have other names in timm"
         raise PlanError(message, hint=OTHER_METHODS)
     there, here = _Layout.of(standard, family_of(standard)), _Layout.of(model, family)
-    stages = _stages(model, family, base, only_widths=there.depths == here.depths)
+    try:
+        stages = _stages(model, family, base)
+    except PlanError:
+        if there.depths != here.depths:
+            raise
+        stages = {}  # only widths are pruned
     here = replace(here, depths={stage: len(blocks) for stage, blocks in stages.items()} or here.depths)
     if base.folded and here.frame != there.frame:
         raise PlanError(f"{base.folded[0]} is folded, as in no model of timm", hint="use upvit before folding")
@@ -159,21 +163,16 @@ def _check_family(family: Family, spaces: tuple[Space, ...]) -> None:
         raise PlanError(message, hint="isomorphic and sero prune this family, heads of q and k as a whole")
 
 
-def _stages(model: nn.Module, family: Family, base: Plan, *, only_widths: bool) -> dict[str, list[Block]]:
-    """Stage -> its standard blocks; empty if there are others and only widths are pruned.
-
-    Raises PlanError if blocks are to be removed, but earlier steps left blocks that no timm model has.
-    """
-    with suppress(*((PlanError,) if only_widths else ())):
-        replaced = [name for name, replacement in base.removed.items() if replacement != "drop"]
-        if changed := [*replaced, *base.appended]:
-            raise PlanError(
-                f"{changed[0]} was replaced by an earlier step, so its block is not a standard block of timm",
-                hint="prune blocks before the step that removes activations or replaces attentions, or only widths "
-                "after it (the target's depth must equal the model's)",
-            )
-        return standard_blocks(model, family)
-    return {}
+def _stages(model: nn.Module, family: Family, base: Plan) -> dict[str, list[Block]]:
+    """Stage -> its standard blocks. Raises PlanError if earlier steps left blocks that no timm model has."""
+    replaced = [name for name, replacement in base.removed.items() if replacement != "drop"]
+    if changed := [*replaced, *base.appended]:
+        raise PlanError(
+            f"{changed[0]} was replaced by an earlier step, so its block is not a standard block of timm",
+            hint="prune blocks before the step that removes activations or replaces attentions, or only widths "
+            "after it (the target's depth must equal the model's)",
+        )
+    return standard_blocks(model, family)
 
 
 def _problems(places: Mapping[Space, Place], here: _Layout, there: _Layout) -> list[str]:
