@@ -89,11 +89,7 @@ def feasible_splits(layers: tuple[int, int], budget: int, min_pruned_per_type: i
     Most pruned attention first, the order of the paper's listing. Raises PlanError when there is none.
     """
     least, (attentions, activations) = min_pruned_per_type, layers
-    splits = [
-        (n, budget - n)
-        for n in range(min(attentions - 1, budget - least), least - 1, -1)
-        if least <= budget - n <= activations - 1
-    ]
+    splits = [(n, budget - n) for n in range(attentions - 1, least - 1, -1) if least <= budget - n < activations]
     if not splits:
         fewest, most = min(layers), sum(layers) - 2
         hint = suggest_range("pruned_layers", max(1, 2 * least), most)
@@ -124,7 +120,7 @@ def allocate_budget(
     predicted = _predict(coefficients, candidates, layers, validation.degree)
     best = int(np.argmax(predicted))
     gaps = predicted[best] - predicted
-    tied = [s for s, gap in zip(candidates, gaps, strict=True) if gap < TIE_SHARE * validation.rmse] or candidates[:1]
+    tied = [s for s, gap in zip(candidates, gaps, strict=True) if gap < TIE_SHARE * validation.rmse]
     tie = len(tied) > 1
     chosen = min(tied, key=lambda s: cost(*s)) if tie and options.tie_break == "faster" else candidates[best]
     fits = (fit for _, fit, _ in _folds(rows, validation.degree))
