@@ -52,17 +52,13 @@ def channel_scores(model: nn.Module, spaces: Iterable[Space], elements: Callable
 
     All on the CPU.
     """
-    weights = {
-        f"{path}.weight": module.weight
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Linear | nn.Conv2d | nn.LayerNorm) and module.weight is not None
-    }
     scores = {}
     for space in spaces:
         total = torch.zeros(space.size, dtype=torch.float64)
-        for axis in space.axes:
-            if axis.tensor in weights and not axis.per_head:
-                values = elements(axis.tensor, weights[axis.tensor].cpu()).double()
+        for axis in (axis for axis in space.axes if axis.tensor.endswith(".weight") and not axis.per_head):
+            owner = model.get_submodule(axis.owner)
+            if isinstance(owner, nn.Linear | nn.Conv2d | nn.LayerNorm):
+                values = elements(axis.tensor, owner.weight.cpu()).double()
                 # Sum over the other dimensions, and then over the copies of the space on this one.
                 rows = values.movedim(axis.dim, 0).flatten(1).sum(1) if values.ndim > 1 else values
                 rows = rows[axis.offset : axis.offset + axis.copies * space.size]
