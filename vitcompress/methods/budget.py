@@ -161,12 +161,9 @@ def solve(ranking: Ranking, target: Target[Counts]) -> tuple[Counts, dict[str, f
     least, most = check_reach(ranking.counts(0.0), ranking.counts(1.0), target)
     free = bisect((ranking if target.runtime else replace(ranking, units={}, down=False)).counts, target)[0]
     results, unit = list[tuple[Counts, float]](), ranking.units.get("residual", 1)
+    streams = [group for group in ranking.groups if group.kind == "residual"]
     for shift in (0, -1, 1):
-        residual = {
-            group.name: align(free[group.name] + shift * unit, group.size, unit)
-            for group in ranking.groups
-            if group.kind == "residual"
-        }
+        residual = {group.name: align(free[group.name] + shift * unit, group.size, unit) for group in streams}
         results.append(bisect(partial(ranking.counts, fixed=residual), target))
         if target.difference(results[-1][1]) <= max(CLOSE, target.exact):
             break
