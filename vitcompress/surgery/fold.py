@@ -10,6 +10,7 @@ the branch ignores it.
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -130,9 +131,7 @@ def _linear_layers(model: nn.Module, family: Family, name: str) -> list[nn.Linea
     """The layers that change when `name` is folded: both of an FFN, or the one before a LayerScale."""
     scales = family.scales(model)
     paths = (scales[name],) if name in scales else family.linear_pair(model, name) or ()
-    layers = [layer for layer in map(model.get_submodule, paths) if isinstance(layer, nn.Linear)]
-    assert layers and len(layers) == len(paths), name
-    return layers
+    return cast(list[nn.Linear], [model.get_submodule(path) for path in paths])
 
 
 def _count(*layers: nn.Module) -> int:
