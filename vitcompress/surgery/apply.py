@@ -29,8 +29,7 @@ def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:
     check_plan(model, family, plan)
     vars(model).pop("plan", None)
     remove_sites(model, family, plan)
-    if plan.kept:
-        slice_channels(model, family, plan)
+    slice_channels(model, family, plan)
     for attention in map(model.get_submodule, plan.padded):
         if hasattr(attention, "padded"):  # others have equal widths of q, k and v
             vars(attention)["padded"] = True
