@@ -45,11 +45,10 @@ def ungate(mlp: Any, replacement: str) -> nn.Module:
     weight, bias = mlp.fc1.weight, mlp.fc1.bias
     rows = _rows(mlp)[1]
     gate = gate_at_bias(mlp) if replacement == "mean_gate" else torch.ones_like(bias[rows])
-    plain = Mlp(1, mlp.fc2.in_features, 1, act_layer=nn.Identity, device="meta")
-    first = nn.Linear(weight.shape[1], len(gate), device="meta")
-    first.weight = nn.Parameter((gate[:, None] * weight[rows]).detach(), weight.requires_grad)
-    first.bias = nn.Parameter((gate * bias[rows]).detach(), bias.requires_grad)
-    plain.fc1, plain.fc2, plain.drop1, plain.drop2 = first, mlp.fc2, mlp.drop1, mlp.drop2
+    plain = Mlp(mlp.fc1.in_features, mlp.fc2.in_features, 1, act_layer=nn.Identity, device="meta")
+    plain.fc1.weight = nn.Parameter((gate[:, None] * weight[rows]).detach(), weight.requires_grad)
+    plain.fc1.bias = nn.Parameter((gate * bias[rows]).detach(), bias.requires_grad)
+    plain.fc2, plain.drop1, plain.drop2 = mlp.fc2, mlp.drop1, mlp.drop2
     return cast(nn.Module, plain.train(mlp.training))
 
 
