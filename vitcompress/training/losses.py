@@ -120,13 +120,10 @@ class FeatureStudent(nn.Module):
 def student_of(module: nn.Module, kind: Distillation, teacher: nn.Module | None, seed: int = 0) -> nn.Module:
     """The module to train: `module` itself, or a wrapper that also returns its features.
 
-    seed: of the wrapper's projection layer. Raises InputError if features differ in width or layers are gated.
+    seed: of the wrapper's projection layer. Raises InputError if features differ in width.
     """
     if kind not in FEATURES or teacher is None:
         return module
-    if inner(module) is not module:
-        message = f"distillation = {kind!r} does not work while layers fade out or are searched"
-        raise InputError(message, hint="use distillation = 'soft' or 'hard'")
     return FeatureStudent(module, inner(teacher), kind, seed)
 
 
