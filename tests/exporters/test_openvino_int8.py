@@ -29,7 +29,7 @@ from vitcompress.io.files import decode_json_values
 from vitcompress.models.create import create_model, input_config
 from vitcompress.pipeline.export import compare_with_fp32, measure_quickly
 from vitcompress.verify.outputs import Original, output_checks
-from vitcompress.verify.weights import compare_tensors, exported_module
+from vitcompress.verify.weights import compare_tensors
 
 SIZE = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 32, "num_heads": 2, "num_classes": 5}
 IMAGES = torch.randn(20, 1, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -153,11 +153,11 @@ def test_every_stored_weight_is_within_half_a_step_of_the_model(uint8: bool, mod
     contents = read_contents(export(model, tmp_path / "m.xml", traces(), precision="int8", uint8=uint8).path)
     represented = [stored.name for stored in contents.tensors if stored.dequantized is not None]
     assert len(represented) == 2 * 4 * 2 + 3  # weights and biases in eight bits, and tensors in fp16
-    assert not compare_tensors(exported_module(model, contents.metadata), contents).problems
+    assert not compare_tensors(model, contents).problems
     weight = model.get_submodule("blocks.1.mlp.fc1").weight
     with torch.no_grad():
         weight[3, 5] += 0.02 * weight.abs().max()
-    problems = compare_tensors(exported_module(model, contents.metadata), contents).problems
+    problems = compare_tensors(model, contents).problems
     assert any("blocks.1.mlp.fc1.weight" in problem for problem in problems) and len(problems) == 2
 
 
@@ -170,7 +170,7 @@ def test_close_biases_are_each_matched(model: nn.Module, tmp_path: Path) -> None
         model.get_parameter(names[1]).mul_(1.02)
         model.get_submodule("blocks.1.mlp.fc2").weight.mul_(10_000)
     contents = read_contents(export(model, tmp_path / "m.xml", precision="int8").path)
-    compared = compare_tensors(exported_module(model, contents.metadata), contents)
+    compared = compare_tensors(model, contents)
     assert not compared.problems
     assert [compared.matches[name].name for name in names] == [f"{name}_quantized" for name in names]
 

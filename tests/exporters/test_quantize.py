@@ -41,10 +41,10 @@ from vitcompress.io.checks import Check
 from vitcompress.io.files import file_sha256
 from vitcompress.models.create import input_config, plan_of
 from vitcompress.verify import outputs
-from vitcompress.verify.files import check_file, compare_contents, graph_checks
+from vitcompress.verify.files import check_file, graph_checks
 from vitcompress.verify.outputs import SHARES, Original, PlannedOriginal, output_checks
 from vitcompress.verify.tolerance import quantization_limit
-from vitcompress.verify.weights import compare_tensors, exported_module
+from vitcompress.verify.weights import compare_tensors
 
 X = torch.cat([images("plain", dtype=torch.float32), images("plain", dtype=torch.float32).flip(3)])
 INT8, UINT8 = onnx.TensorProto.INT8, onnx.TensorProto.UINT8
@@ -241,7 +241,7 @@ def test_the_forms_share_one_calibration(file: Callable[..., Exported], precisio
 def test_outputs_and_weights_agree_with_the_model(file: Callable[..., Exported], options: dict[str, Any]) -> None:
     done = file(**options)
     contents = EXPORTERS["onnx"].contents(done.path)  # type: ignore[misc]
-    tensors = compare_tensors(exported_module(model(), contents.metadata), contents)
+    tensors = compare_tensors(model(), contents)
     assert not tensors.problems and {f"{layer}.weight" for layer in LAYERS} <= set(tensors.matches)
     checks = checks_of(done.path)
     assert {"flips", "kl", "cosine", "error"} | ({"saturation"} if done.precision == "int8" else set()) <= set(checks)
@@ -265,7 +265,7 @@ def test_equal_layers_have_their_own_tensors_and_ranges(variant: str, layers: tu
         assert ranges[layers[1]] > 2 * ranges[layers[0]]
     assert _problems(source, done.path) == ()
     contents = EXPORTERS["onnx"].contents(done.path)  # type: ignore[misc]
-    matches = compare_tensors(exported_module(source, contents.metadata), contents).matches
+    matches = compare_tensors(source, contents).matches
     names = [f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")]
     assert all(matches[name].name.startswith(name) for name in names)
     checks = output_checks(done.path, Original(source, images(variant, dtype=torch.float32)))
@@ -280,7 +280,7 @@ def test_a_weight_off_by_more_than_half_a_step_is_no_weight_of_the_model(tmp_pat
         stored = round(float(weight[place]) / step) * step
         weight[place] = stored + 0.6 * step
     contents = EXPORTERS["onnx"].contents(done.path)  # type: ignore[misc]
-    problems = compare_tensors(exported_module(other, contents.metadata), contents).problems
+    problems = compare_tensors(other, contents).problems
     assert any("blocks.1.mlp.fc2.weight" in problem for problem in problems)
 
 
@@ -534,7 +534,7 @@ def test_an_input_of_several_products_has_the_largest_of_their_ranges(tmp_path: 
 
 def _problems(source: nn.Module, path: Path) -> tuple[str, ...]:
     contents = EXPORTERS["onnx"].contents(path)  # type: ignore[misc]
-    return compare_tensors(exported_module(source, contents.metadata), contents).problems
+    return compare_tensors(source, contents).problems
 
 
 def _another_axis(graph: Any, node: Any) -> None:
@@ -608,7 +608,7 @@ def test_the_zero_point_of_a_weight_may_be_omitted(tmp_path: Path) -> None:
         if node.input[0].endswith(".weight_quantized"):
             del node.input[2]
     onnx.save(file, str(done.path))
-    assert compare_contents(read_contents(done.path), PlannedOriginal(model(), X, plan=plan_of(model()))).problems == ()
+    assert compare_tensors(model(), read_contents(done.path)).problems == ()
 
 
 @pytest.mark.parametrize(("key", "value"), [("precision", '"fp32"'), ("precision", '"fp8"'), ("quantization", "null")])

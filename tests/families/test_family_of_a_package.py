@@ -20,7 +20,7 @@ from vitcompress.families import FAMILIES, family_of
 from vitcompress.models.create import input_config, plan_of
 from vitcompress.surgery import apply_to_copy
 from vitcompress.surgery.masks import mask_channels
-from vitcompress.verify.weights import compare_tensors, exported_module
+from vitcompress.verify.weights import compare_tensors
 
 EXAMPLE = Path(__file__).parents[2] / "recipes" / "examples" / "my_family.py"
 ARCH = "cait_xxs24_224"
@@ -108,4 +108,4 @@ def test_weights_of_layers_on_vectors_are_matched_in_int8(tmp_path: Path) -> Non
     path = OPENVINO.export(small, tmp_path / "m.xml", options=ExportOptions(precision="int8"), **about).path
     contents = read_contents(path)
     assert any("token_only.0.attn.q.weight_quantized" in stored.name for stored in contents.tensors)
-    assert not compare_tensors(exported_module(small, contents.metadata), contents).problems
+    assert not compare_tensors(small, contents).problems

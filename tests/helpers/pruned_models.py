@@ -14,8 +14,9 @@ from vitcompress.errors import ArtifactError
 from vitcompress.families import family_of
 from vitcompress.io.checks import Check
 from vitcompress.plan import Plan
-from vitcompress.verify.files import compare_contents, contents_of
+from vitcompress.verify.files import contents_of
 from vitcompress.verify.outputs import PlannedOriginal
+from vitcompress.verify.weights import compare_tensors
 
 
 def pruned(variant: str, **args: Any) -> tuple[nn.Module, nn.Module, Plan]:
@@ -35,6 +36,6 @@ def check_weights(model: nn.Module, path: Path) -> Check:
         contents = contents_of(path)
         assert contents is not None
         original = PlannedOriginal(model, torch.empty(0), plan=pruned("layer_scale")[2])
-        return compare_contents(contents, original).check("weights")
+        return compare_tensors(model, contents, original.rows).check("weights")
     except ArtifactError as error:
         return Check("weights", "failed", detail=error.message)

@@ -28,10 +28,10 @@ from vitcompress.models.checkpoint import load_model, read_plan
 from vitcompress.pipeline.calibration import Calibration
 from vitcompress.pipeline.export import CALIBRATION_IMAGES, measure_quickly, write_export
 from vitcompress.pipeline.folder import dense_folder_of_run
-from vitcompress.verify.files import compare_contents, contents_of, file_status, is_about, quarantine
+from vitcompress.verify.files import contents_of, file_status, is_about, quarantine
 from vitcompress.verify.folder import check_files, recorded_images, run_classes
 from vitcompress.verify.outputs import Original, PlannedOriginal
-from vitcompress.verify.weights import shape_check, weight_table
+from vitcompress.verify.weights import compare_tensors, shape_check, weight_table
 
 FASTEST = "fastest"
 FORMATS = ("onnx", "openvino")  # with `PRECISIONS`, what `choose_fastest` measures
@@ -164,7 +164,7 @@ def verify_export(
             for file in exported_files(folder, "model"):
                 with suppress(InputError):  # a damaged file fails when the folder is verified
                     if file not in results and (contents := contents_of(file)):
-                        tensors[file.name] = compare_contents(contents, original)
+                        tensors[file.name] = compare_tensors(model, contents, original.rows)
             shapes = shape_check(original.rows, model)
             added = Verification((*left, shapes), weight_table(original.rows, model, tensors))
         # onnx: no file was exported.

@@ -24,7 +24,7 @@ from vitcompress.io.text import format_shape
 from vitcompress.models.create import input_config, name_classes
 from vitcompress.verify.engine import engine_checks
 from vitcompress.verify.outputs import AGREEMENT, PlannedOriginal, output_checks
-from vitcompress.verify.weights import WEIGHTS, FileTensors, compare_tensors, exported_module
+from vitcompress.verify.weights import WEIGHTS, FileTensors, compare_tensors
 
 GELUS = {"GELU": "none", "GELUTanh": "tanh"}  # class of timm -> its form; those of torch state `approximate`
 ENGINES = {TENSORRT.file_suffix, *TENSORRT.other_suffixes}
@@ -40,7 +40,7 @@ def check_file(path: Path, original: PlannedOriginal) -> tuple[list[Check], File
         contents = contents_of(path)
         checks.append(metadata_check(path, original, contents))
         if contents is not None:
-            tensors = compare_contents(contents, original)
+            tensors = compare_tensors(original.model, contents, original.rows)
             checks.append(tensors.check(name))
     except MissingExtraError as error:
         checks.append(original.not_run(name, path, error.sentence()))
@@ -58,11 +58,6 @@ def contents_of(path: Path) -> Contents | None:
     """
     exporter = exporter_of(path)
     return None if exporter is None or exporter.contents is None else exporter.contents(path)
-
-
-def compare_contents(contents: Contents, original: PlannedOriginal) -> FileTensors:
-    """The tensors of a file, compared with those of the model. Raises ArtifactError for a file of another tool."""
-    return compare_tensors(exported_module(original.model, contents.metadata), contents, original.rows)
 
 
 def metadata_check(path: Path, original: PlannedOriginal, contents: Contents | None) -> Check:

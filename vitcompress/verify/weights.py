@@ -75,13 +75,13 @@ class FileTensors:
         return {"file": name, "bytes": self.size, **parts}
 
 
-def compare_tensors(module: nn.Module, contents: Contents, rows: Iterable[PlannedTensor] = ()) -> FileTensors:
-    """Compare the tensors of a file with those of `module`, the `exported_module`.
+def compare_tensors(model: nn.Module, contents: Contents, rows: Iterable[PlannedTensor] = ()) -> FileTensors:
+    """Compare the tensors of a file with those of `model`, as a file with this metadata stores them.
 
     rows: of the plan, to name the dense tensor that has the shape of an unknown one. Raises ArtifactError for a damaged
-    file.
+    file, or one of another tool.
     """
-    tensors = tensors_of(module)
+    tensors = tensors_of(exported_module(model, contents.metadata))
     matches = _match(tensors, contents.tensors)
     missing = {name: tensor for name, tensor in tensors.items() if name not in matches}
     if settings := read_quantization(decode_json_values(contents.metadata)):  # other files store exact values
