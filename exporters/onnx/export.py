@@ -7,8 +7,8 @@ import json
 import logging
 from ast import literal_eval
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -201,7 +201,10 @@ def _run_exporter(model: nn.Module, example: Tensor, opset: int) -> Any:
     attention: Any = torch.ops.aten.scaled_dot_product_attention.default
     table = {} if opset >= ATTENTION_NODE_FROM else {attention: _attention}
     try:
-        with TRACING, _hidden_warnings("onnxscript", "torch.onnx"):
+        with TRACING, ExitStack() as stack:
+            for logger in map(logging.getLogger, ("onnxscript", "torch.onnx")):
+                stack.callback(logger.setLevel, logger.level)
+                logger.setLevel(logging.ERROR)  # they warn of nodes that stay as is, and of `_attention` (torch 2.8)
             return torch.onnx.export(
                 model,
                 (example,),
@@ -221,16 +224,6 @@ def _run_exporter(model: nn.Module, example: Tensor, opset: int) -> Any:
             raise cause from None
         message = f"torch could not export the model to ONNX: {first_line(error.__cause__ or error)}"
         raise VitcompressError(message, hint="--debug shows the full error") from error
-
-
-@contextmanager
-def _hidden_warnings(*loggers: str) -> Iterator[None]:
-    """Hide what libraries log below errors: they warn of nodes that stay as is, and of `_attention` (torch 2.8)."""
-    with ExitStack() as stack:
-        for logger in map(logging.getLogger, loggers):
-            stack.callback(logger.setLevel, logger.level)
-            logger.setLevel(logging.ERROR)
-        yield
 
 
 def _attention(
