@@ -8,7 +8,6 @@ import hashlib
 import os
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,14 +27,6 @@ Answer = tuple[dict[str, object], bytes]  # a message and its data, see `process
 
 class EngineError(Exception):
     """The engine cannot be run; the message is the reason."""
-
-
-@dataclass(frozen=True)
-class Binding:
-    """Input and outputs on the GPU by name, and the call that computes them."""
-
-    tensors: dict[str, Tensor]
-    call: QueuedCall
 
 
 class Engine:
@@ -68,8 +59,9 @@ class Engine:
         self._input, self._outputs = self._input_and_outputs()
         self._records = cuda_graph and self._flavour is not RTX  # RTX records by itself
         self._shared: Any = None if self._records else self._create_context()
-        self._prepared: Binding | None = None  # whose shape and addresses are set in the shared context
-        self._bindings: dict[int, Binding] = {}
+        # By slot: input and outputs on the GPU by name, and the call that computes them.
+        self._bindings: dict[int, tuple[dict[str, Tensor], QueuedCall]] = {}
+        self._prepared: int | None = None  # slot whose shape and addresses are set in the shared context
 
     def _check(self, success: object, problem: str) -> None:
         """Raise EngineError with the library's last error unless a call succeeded."""
@@ -140,8 +132,8 @@ class Engine:
         self._stream.synchronize()
         run = record_graph(enqueue, self._stream) if self._records else enqueue
         step = add_transfers(run, images, outputs[0]) if self._transfers else run
-        call = QueuedCall(step, self._stream, context)  # a graph does not reference it
-        self._bindings[slot] = self._prepared = Binding(tensors, call)
+        self._bindings[slot] = tensors, QueuedCall(step, self._stream, context)  # a graph does not keep the context
+        self._prepared = slot
         return {}, b""
 
     def _set_addresses(self, context: Any, tensors: dict[str, Tensor]) -> None:
@@ -151,18 +143,19 @@ class Engine:
     def run(self, slot: int) -> Answer:
         """One pass: logits, (batch, classes), float32."""
         self.timed(slot, 1)
-        logits = self._bindings[slot].tensors[self._outputs[0]].float().cpu()
+        tensors, _ = self._bindings[slot]
+        logits = tensors[self._outputs[0]].float().cpu()
         return {"shape": list(logits.shape)}, logits.numpy().tobytes()
 
     def timed(self, slot: int, runs: int) -> Answer:
         """Milliseconds of each run, by CUDA events without waiting between runs, and of all by the wall clock."""
-        binding = self._bindings[slot]
-        if not self._records and self._prepared is not binding:  # another binding has run in the shared context
-            shape = tuple(binding.tensors[self._input].shape)
+        tensors, call = self._bindings[slot]
+        if not self._records and self._prepared != slot:  # another binding has run in the shared context
+            shape = tuple(tensors[self._input].shape)
             self._check(self._shared.set_input_shape(self._input, shape), "its shape cannot be set")
-            self._set_addresses(self._shared, binding.tensors)
-            self._prepared = binding
-        times, wall = binding.call.timed(runs)
+            self._set_addresses(self._shared, tensors)
+            self._prepared = slot
+        times, wall = call.timed(runs)
         return {"times_ms": times, "wall_ms": wall}, b""
 
     def layers(self) -> Answer:
