@@ -22,7 +22,6 @@ from vitcompress.families import family_of
 from vitcompress.plan import is_within
 
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
-KINDS = ("norm", "softmax", "head", "ffn")
 SOFTMAX = ".softmax"
 
 
@@ -64,7 +63,7 @@ def expand_layers(model: nn.Module, islands: Iterable[str]) -> tuple[str, ...]:
     for island in islands:
         if not island or island not in names:
             message = f"the model has no layer {island!r} to keep in fp32{did_you_mean(island, [AUTO, *names])}"
-            hint = f"use {', '.join((AUTO, *KINDS))}, a module (blocks.0.mlp), an attention (blocks.0.attn.softmax)"
+            hint = f"use {', '.join((AUTO, *kinds))}, a module (blocks.0.mlp), an attention (blocks.0.attn.softmax)"
             raise InputError(message, hint=hint)
         layers += {**lists, **kinds}.get(island, [island])  # a list has no forward pass of its own
     order = {name: number for number, name in enumerate(modules)}
