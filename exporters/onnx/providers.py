@@ -16,7 +16,7 @@ from vitcompress.io import hardware
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 TENSORRT, COREML = "TensorrtExecutionProvider", "CoreMLExecutionProvider"
-# ONNX Runtime rightly keeps the shape arithmetic of a dynamic batch on the CPU; these operators must not be there.
+# The CPU may run the shape arithmetic of a dynamic batch, but none of these operators.
 HEAVY = frozenset(
     {"MatMul", "Gemm", "Conv", "Attention", "LayerNormalization", "Softmax", "Gelu", "FusedMatMul", "FusedGemm"}
     | {"FusedConv", "MultiHeadAttention", "SkipLayerNormalization", "BiasGelu", "FastGelu"}
@@ -162,20 +162,19 @@ def resolve_precision(path: Path | str, stored: Any, requested: str | None, prov
         raise DeviceError(message, hint=hint)
     if own == "fp8" and provider.name == CPU:
         raise DeviceError(f"{path} is in fp8, in which {CPU} cannot multiply", hint="build an engine: --format trt-rtx")
-    wide = own in ("fp32", "as stored")
-    if wide and requested == "fp32" and provider.tf32 == "always":
-        message = f"{provider.name} always computes fp32 products in TF32"
-        raise DeviceError(message, hint="use --precision tf32, or an engine: vitcompress export DIR --format trt")
-    if wide and requested == "tf32" and provider.tf32 != "never":
-        return "tf32"
-    if own == "fp32" and provider.tf32 == "always":
-        own = "tf32"
-    if requested in (None, own) or (requested == "fp32" and stored is None):
-        return requested or own
+    possible = [own]
+    if own in ("fp32", "as stored"):
+        possible = {"never": ["fp32"], "request": ["fp32", "tf32"], "always": ["tf32"]}[provider.tf32]
+        if requested == "fp32" and provider.tf32 == "always":
+            message = f"{provider.name} always computes fp32 products in TF32"
+            raise DeviceError(message, hint="use --precision tf32, or an engine: vitcompress export DIR --format trt")
+    default = possible[0] if stored else own
+    if requested in (None, default, *possible):
+        return requested or default
     choices = get_args(Precision)
     remedy = f"export it with --precision {requested}" if requested in choices else f"use one of {', '.join(choices)}"
     remedy = {"tf32": "use --device cuda", "int8+bf16": f"{remedy} --format openvino"}.get(str(requested), remedy)
-    shown = own if stored else "its stored precision"
+    shown = default if stored else "its stored precision"
     raise DeviceError(f"{path} runs in {shown}, but the precision is {requested}", hint=remedy)
 
 
