@@ -41,7 +41,7 @@ class Facts:
         with a constant of zeros.
     """
 
-    operators: dict[str, int]
+    operators: Counter[str]
     layers: Counter[str]
     weights: tuple[tuple[int, ...], ...]
     no_work: tuple[str, ...]
@@ -128,10 +128,10 @@ def read_contents(path: Path) -> Contents:
 
 
 def _decodes(node: Any, named: Mapping[str, Any]) -> bool:
-    """Whether `node` makes values of a stored tensor that has fewer bits, with parameters that are stored, too."""
-    stored = named.get(node.input[0]) if named.keys() >= {*node.input} else None
-    half = stored is not None and stored.data_type == onnx.TensorProto.FLOAT16
-    return stored is not None and (node.op_type == "DequantizeLinear" or (node.op_type == "Cast" and half))
+    """Whether `node` computes values from a stored tensor that has fewer bits, with stored parameters."""
+    is_stored = named.keys() >= {*node.input}
+    half = is_stored and named[node.input[0]].data_type == onnx.TensorProto.FLOAT16
+    return is_stored and (node.op_type == "DequantizeLinear" or (node.op_type == "Cast" and half))
 
 
 def _dequantize(node: Any, named: Mapping[str, Any], folder: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -179,7 +179,7 @@ def graph_facts(path: Path) -> Facts:
     factors = [(node, value) for node in nodes if node.op_type in ("Mul", *PRODUCTS) for value in node.inputs[:2]]
     empty_pads = [node for node in nodes if node.op_type == "Pad" and any(map(is_zero, node.inputs[1:2]))]
     return Facts(
-        operators=dict(Counter(node.op_type for node in nodes)),
+        operators=Counter(node.op_type for node in nodes),
         layers=Counter(_layer_name(node) for node in nodes if node.op_type in SETTINGS),
         weights=tuple(sorted(weight_key(weight.shape.numpy()) for weight in weights if weight is not None)),
         no_work=tuple(node.name or node.op_type for node in nodes if node.op_type in IDLE or node in empty_pads),

@@ -130,7 +130,7 @@ def _inspect(exported: Exported, source: Exported, options: ExportOptions) -> Ex
         record = json.loads(source.metadata.get("quantization", '{"ranges": []}'))
         # Each of the two products of an attention has two ranges.
         products = len({key.rpartition(".")[0] if CORE in key else key for key in record["ranges"]})
-        checks = layer_checks(layers, options.precision, nodes.get("Softmax", 0) + nodes.get("Attention", 0), products)
+        checks = layer_checks(layers, options.precision, nodes["Softmax"] + nodes["Attention"], products)
     return write_sidecar(replace(exported, build={**exported.build, "truth": [check.to_dict() for check in checks]}))
 
 

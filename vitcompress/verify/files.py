@@ -1,9 +1,9 @@
 """All checks of one exported file: its sidecar, its graph, its weights and its outputs; and what follows from them."""
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import onnx
 from onnx_ir.serde import SerdeError
@@ -65,21 +65,20 @@ def metadata_check(path: Path, original: PlannedOriginal, contents: Contents | N
 
     contents: of the file; None for an engine, whose sidecar alone has them.
     """
-    stated: dict[str, Mapping[str, str]] = {}
+    stated = dict[str, dict[str, Any]]()  # name of a file -> the metadata in it
+    recorded = dict[str, Any]()
     if sidecar := usable_sidecar(path):
-        # The contents of other formats have no opset, and the precision of their tensors.
-        own = {key: json.dumps(sidecar[key]) for key in ("opset", "precision") if path.suffix == ".onnx"}
-        about = {key: value for key, value in sidecar["metadata"].items() if key != "precision"}
-        stated[sidecar_path(path).name] = {**about, **own}
-    recorded = decode_json_values(stated.get(sidecar_path(path).name, {}))
+        recorded = stated[sidecar_path(path).name] = decode_json_values(sidecar["metadata"])
+        recorded.pop("precision", None)
+        if path.suffix == ".onnx":  # the contents of other formats have no opset, and the precision of their tensors
+            recorded |= {key: sidecar[key] for key in ("opset", "precision")}
     if contents is not None:
-        stated[path.name] = contents.metadata
+        stated[path.name] = decode_json_values(contents.metadata)
     config, count = input_config(original.model), getattr(original.model, "num_classes", 0)
     expected = {key: list(v) if isinstance(v, tuple) else v for key, v in vars(config).items()}
     plan, problems = original.plan, []
     unnamed = name_classes(plan, ())  # before `save_model` added the classes
-    for source, metadata in stated.items():
-        values = decode_json_values(metadata)
+    for source, values in stated.items():
         names = values.get("classes")
         if original.classes is not None:
             classes: object = list(original.classes)
@@ -149,7 +148,7 @@ def graph_checks(model: nn.Module, path: Path, name: str) -> list[Check]:
     zeros = [f"{node} (times zero)" for node in facts.zero_products] if all(p.any() for p in factors) else []
     layers = (module for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d))
     sizes = Counter(format_shape(file.weight_key(layer.weight.shape)) for layer in layers)
-    stored, nodes = Counter(map(format_shape, facts.weights)), Counter(facts.operators)
+    stored, nodes = Counter(map(format_shape, facts.weights)), facts.operators
     attentions = {space.attention for space in family_of(model).spaces(model) if space.attention}
     counts = {"attentions": (len(attentions), nodes["Softmax"] + nodes["Attention"])}  # in torch, in the file
     own = Counter(filter(None, map(_layer_name, model.modules())))
@@ -186,7 +185,7 @@ def file_status(path: Path, checks: Sequence[Check]) -> Status:
     """
     if any(check.verdict == "failed" for check in checks):
         return "failed"
-    own, source = (f"{AGREEMENT}{file.name}." for file in (path, source_path(path)))
+    own, source = (f"{AGREEMENT}{one.name}." for one in (path, source_path(path)))
     outputs = [c for c in checks if f"{c.name}.".startswith(own) and not f"{c.name}.".startswith(source)]
     return "passed" if outputs and all(check.verdict == "passed" for check in outputs) else "not_run"
 
@@ -209,7 +208,7 @@ def quarantine(path: Path) -> Path:
     files = [path.with_suffix(".bin").name] if path.suffix == ".xml" else []
     files = list(usable_sidecar(path).get("files", files))
     with convert_write_errors(folder):
-        companions = (file.name for file in path.parent.iterdir() if file.name.startswith(f"{path.name}."))
+        companions = (other.name for other in path.parent.iterdir() if other.name.startswith(f"{path.name}."))
         folder.mkdir(exist_ok=True)
         for name in dict.fromkeys((path.name, *files, *companions)):
             if (path.parent / name).is_file():
