@@ -97,14 +97,17 @@ class Runner(ABC):
         More images than its largest batch are several calls; copies of the last image complete its smallest batch.
         """
         least, _, most = self.batch_range or (1, 0, len(images))
-        full = ((p, torch.cat([p, p[-1:].repeat(max(0, least - len(p)), 1, 1, 1)])) for p in torch.split(images, most))
-        return torch.cat([self(batch)[: len(part)] for part, batch in full])
+        logits = []
+        for part in torch.split(images, most):
+            copies = part[-1:].repeat(max(0, least - len(part)), 1, 1, 1)
+            logits.append(self(torch.cat([part, copies]))[: len(part)])
+        return torch.cat(logits)
 
     def bind(self, images: Tensor) -> BoundCall:
         """One forward pass of `images` as a call without arguments.
 
-        The inputs are on the device already, unless transfers were requested. After `close` the call holds no memory
-        and raises a VitcompressError.
+        The inputs are on the device already, unless transfers were requested. `close` frees the memory of the call,
+        which then raises a VitcompressError.
         """
         call = self._bind(images)
         self._calls.add(call)

@@ -98,7 +98,7 @@ def replaces(new: records.BenchRecord, old: records.BenchRecord) -> bool:
     def contents(entry: records.BenchRecord) -> Iterator[tuple[object, ...]]:
         for first, row, ratio in _pair_ratios(entry):
             base, own = (tuple(map(r.get, ("artifact", "protocol", *SETTINGS))) for r in (first, row))
-            yield from [(own,), (base, own)][: 1 + bool(ratio)]
+            yield from [(own,), (base, own)] if ratio else [(own,)]
 
     return {*contents(new)} >= {*contents(old)} and bool(new["disturbed"]) <= bool(old["disturbed"])
 
@@ -116,12 +116,12 @@ def pairs(entries: Iterable[records.BenchRecord]) -> list[Pair]:
 
 def list_warnings(entries: Iterable[records.BenchRecord]) -> list[str]:
     """Warnings and notes, each once with its runtimes; lines that begin with an artifact's name are about it alone."""
-    lines = (
-        (shorten_names(line, [row["artifact"] for row in entry["rows"]]), row["runtime"])
-        for entry in entries
-        for line in (*entry["warnings"], *entry["notes"])
-        for row in [r for r in entry["rows"] if re.match(re.escape(r["artifact"]) + "[,:] ", line)] or entry["rows"]
-    )
+    lines = list[tuple[str, str]]()
+    for entry in entries:
+        artifacts = [row["artifact"] for row in entry["rows"]]
+        for line in (*entry["warnings"], *entry["notes"]):
+            about = [row for row in entry["rows"] if re.match(re.escape(row["artifact"]) + "[,:] ", line)]
+            lines += [(shorten_names(line, artifacts), row["runtime"]) for row in about or entry["rows"]]
     return [f"- note ({names}): {line}" for line, names in join_names(lines).items()]
 
 

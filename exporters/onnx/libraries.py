@@ -52,7 +52,7 @@ def unavailable() -> str | None:
 
 
 def find_conflict() -> str | None:
-    """That both builds are installed, with the remedy; None if at most one is."""
+    """A message that both builds are installed, with the remedy; None if at most one is."""
     builds = [" ".join(build) for build in package_versions(BUILDS).items()]
     if len(builds) < 2:
         return None
@@ -120,7 +120,7 @@ def capture_stderr() -> Iterator[list[str]]:
 
 def missing_library(lines: list[str]) -> str | None:
     """The missing library that a provider's messages name, as a phrase; None if they name none."""
-    match = next((match for line in lines if (match := MISSING.search(line))), None)
+    match = MISSING.search("\n".join(lines))
     return match and f"{match[1]} is missing"
 
 

@@ -112,16 +112,16 @@ def _with_new_heads(model: nn.Module, delta: Plan, attentions: list[str]) -> tup
 
 def _regrouped(model: nn.Module, delta: Plan) -> list[str]:
     """The attentions whose new heads are not each a part of one old head, the same for q, k and v."""
-    owners: dict[str, list[list[set[int]]]] = {}
+    owners: dict[str, list[list[set[int]]]] = {}  # attention -> for its qk and its v: `_owners`
     for space in family_of(model).spaces(model):
         if space.attention:
             owners.setdefault(space.attention, []).append(_owners(space, delta))
-
-    def is_regrouped(first: list[set[int]], *others: list[set[int]]) -> bool:
-        mixed = any(other != first for other in others) or any(len(old) > 1 for old in first)
-        return mixed or len(set[int]().union(*first)) < len(first)
-
-    return [attention for attention, heads in owners.items() if is_regrouped(*heads)]
+    regrouped = []
+    for attention, (first, *others) in owners.items():
+        single = len(set[int]().union(*first)) == len(first) and all(len(old) == 1 for old in first)
+        if not single or any(other != first for other in others):
+            regrouped.append(attention)
+    return regrouped
 
 
 def _owners(space: Space, delta: Plan) -> list[set[int]]:
