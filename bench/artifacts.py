@@ -57,7 +57,7 @@ def open_artifacts(
     Returns runner -> (artifact, variant or None). Raises ArtifactError or DeviceError if one of them cannot run with
     these options, and InputError for unknown variants, or a setting that a runtime does not have.
     """
-    # Everything beside an engine runs on its GPU.
+    # Artifacts that are measured together with an engine run on its GPU.
     engines = options.device is None and any(RUNNERS.get(_suffix(artifact)) is EngineRunner for artifact in artifacts)
     device = "cuda" if engines and hardware.count_gpus() else options.device
     settings = {} if variants is None else parse_variants(variants, device)

@@ -56,7 +56,7 @@ class Exported:
 
 
 class ModelInfo(TypedDict, total=False):
-    """What a module does not know: preprocessing, class names (default: numbers) and hash of the plan.
+    """What an export needs beside the module: preprocessing, class names (default: numbers) and hash of the plan.
 
     calibrate(path): the ranges of a model in eight bits (`quantize.graph.Quantization`), from its ONNX file in fp32.
     factors: of `quantize.smooth`; the file in fp32 has them already.
@@ -198,7 +198,7 @@ def write_with_data(path: Path, write: Callable[[Path], None], stale: Iterable[P
     """Write a file and its data files in a folder beside `path`, then move first the data into place, last a sidecar.
 
     write(target): writes a file with the name of `path`, and any others beside it. Returns the names of both.
-    stale: files that are removed before they are moved.
+    stale: files that are removed before the new ones are moved into place.
     """
     old = sidecar_path(path), *stale  # the first one describes the file that is replaced
     for place in (path, *old):

@@ -47,7 +47,7 @@ def scan_ranges(model: nn.Module, images: Tensor) -> Ranges:
 
 
 class SeparateOperations(TorchFunctionMode):
-    """While active, attention is separate operations in this thread (`sdpa_kernel` changes all); masks are numbers."""
+    """While active, attention is separate operations, in this thread only. Masks must be numbers, not booleans."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is nn.functional.scaled_dot_product_attention:

@@ -20,7 +20,7 @@ from vitcompress.io.files import decode_json_values
 TELEMETRY = "openvino_telemetry"
 INFO = "vitcompress"  # key of our metadata in a model's rt_info
 HINT = "INFERENCE_PRECISION_HINT"
-# Precision -> value of `HINT`. Linear layers in int8 are so in the file, whatever the hint of the others.
+# Precision -> value of `HINT`. In int8 the file states the precision of linear layers, and the hint that of the others.
 HINTS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16", "int8": "f32", "int8+bf16": "bf16"}
 JOINED = 256  # rows and columns of a weight, up to which OpenVINO joins two products of an FFN
 ELEMENTWISE = ("Add", "Multiply", "Gelu")  # operations between the two

@@ -71,9 +71,9 @@ def read_quantization(labels: Mapping[str, Any]) -> Quantization | None:
 
 
 def find_products(model: Any, precision: str) -> Iterator[tuple[Any, dict[str, str]]]:
-    """The matrix products of an ONNX protobuf of ours that `precision` can have: linear layers, in fp8 attentions too.
+    """The matrix products that `precision` can have in an ONNX protobuf that `onnx.export` wrote, each with its inputs.
 
-    Each with the names of its inputs by the keys of their ranges.
+    These are linear layers, and in fp8 those of attentions. inputs: key of a range -> name of the tensor.
     """
     weights = {tensor.name for tensor in model.graph.initializer if len(tensor.dims) == 2}
     for node in model.graph.node:
@@ -107,9 +107,10 @@ def find_wrong_steps(path: Path, settings: Quantization) -> list[str]:
 
 
 def quantize(source: Path, target: Path, settings: Quantization, metadata: Mapping[str, str] | None = None) -> None:
-    """Write `source`, a file of ours in fp32, to `target`. metadata: entries that change.
+    """Write `source`, a file that `onnx.export` wrote in fp32, to `target` with these `settings`.
 
-    Raises PrecisionError if no layer has a range, or for a range or a weight that is not finite.
+    metadata: entries that change. Raises PrecisionError if no layer has a range, or for a range or a weight that is not
+    finite.
     """
     from onnxruntime.quantization import CalibrationMethod, QuantType
     from onnxruntime.quantization.calibrate import TensorData, TensorsData

@@ -1,4 +1,4 @@
-"""What a TensorRT engine really computes with, according to its engine inspector.
+"""What a TensorRT engine computes with, according to its engine inspector.
 
 A build requests a precision and fused attention; only the engine shows whether it has them. In the inspector output
 tensors have one field `Format/Datatype` up to TensorRT 10, and `Format` and `Datatype` from 11 on.
@@ -98,7 +98,7 @@ def parse_layers(output: str) -> tuple[Layer, ...]:
 
 
 def _layer(data: Mapping[str, Any]) -> Layer:
-    """Its operands do not include single values: factors of a product are fp32, whatever is multiplied."""
+    """A layer of the inspector output. Inputs of one value are no operands: factors are fp32 in every precision."""
     keys, weights = ("Datatype", "DataType", "Format/Datatype", "Format"), data.get("Weights")
     sizes = ((tensor, tensor.get("Dimensions")) for tensor in data.get("Inputs", ()))
     several = (tensor for tensor, size in sizes if not (isinstance(size, list) and set(size) <= {1}))

@@ -182,7 +182,7 @@ class Original:
     """The model that exported files are compared with.
 
     images: (count, channels, height, width), normalized. real: they are not noise. command: verifies on the target a
-    file that cannot run here; None: in the folder of the file. trust: the files were just built here, with any code.
+    file that cannot run here; None: in the folder of the file. trust: open files that contain executable code.
     """
 
     model: nn.Module

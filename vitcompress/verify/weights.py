@@ -146,7 +146,7 @@ def _match_quantized(tensors: Mapping[str, Tensor], stored: Sequence[Stored], ha
     for entry in stored:
         shapes, is_half = (entry.shape, entry.shape[::-1]), entry.size == 2 * prod(entry.shape)
         fits = (name for name, t in tensors.items() if tuple(t.shape) in shapes and (name in half) is is_half)
-        # That of its own name first: close tensors may all be within its step, and only one within that of another.
+        # The tensor of the same name first: another one within this step, too, would then be missing for its own entry.
         names = sorted((name for name in fits if name not in matches), key=lambda own: not entry.name.startswith(own))
         if entry.dequantized is None or not names:
             continue
