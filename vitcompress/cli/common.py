@@ -37,7 +37,16 @@ class Commands(click.Group):
         with contextlib.suppress(AttributeError):  # a standard output without an encoding
             sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
         extra |= {"prog_name": extra.get("prog_name") or "vitcompress", "standalone_mode": False, "obj": common}
-        code = _exit_code(functools.partial(super().main, arguments, **extra), arguments, common)
+        try:
+            code = int(super().main(arguments, **extra) or 0)
+        except click.Abort:
+            resumes = arguments[:1] in (["recipe"], ["study"])
+            click.echo(f"stopped{'; the same command continues' if resumes else ''}", err=True)
+            code = STOPPED
+        except Exception as error:  # noqa: BLE001 - no traceback without --debug
+            if "debug" in common and not isinstance(error, click.ClickException):
+                traceback.print_exc()
+            code = _print_error(_explain(error), "json" in common)
         try:
             sys.stdout.flush()
         except OSError:  # a full disk
@@ -102,19 +111,6 @@ def _open_closed_streams() -> None:
     os.close(descriptor)
     sys.stdout = sys.stdout or os.fdopen(1, "w")
     sys.stderr = sys.stderr or os.fdopen(2, "w")
-
-
-def _exit_code(call: Callable[[], Any], arguments: Sequence[str], common: set[str]) -> int:
-    try:
-        return int(call() or 0)
-    except click.Abort:
-        resumes = arguments[:1] in (["recipe"], ["study"])
-        click.echo(f"stopped{'; the same command continues' if resumes else ''}", err=True)
-        return STOPPED
-    except Exception as error:  # noqa: BLE001 - no traceback without --debug
-        if "debug" in common and not isinstance(error, click.ClickException):
-            traceback.print_exc()
-        return _print_error(_explain(error), "json" in common)
 
 
 def _explain(error: Exception) -> VitcompressError:
