@@ -446,7 +446,7 @@ def test_a_run_that_was_killed_before_its_manifest_gets_it(
     folder = shutil.copytree(whole[0], tmp_path / "s")
     (folder / "random_2-seed0" / "manifest.json").unlink()
     assert run_study(load_study(str(tiny)), StudyOptions(folder, seeds=1))["pairs"] == whole[1]["pairs"]
-    assert read_manifest(folder / "random_2-seed0") is not None
+    assert read_manifest(folder / "random_2-seed0")
 
 
 def test_plots_show_all_rows(whole: tuple[Path, dict[str, Any]]) -> None:

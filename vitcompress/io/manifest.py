@@ -25,14 +25,14 @@ REMEDY = (
 )
 
 
-def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of `folder`, with `files` (path in the folder: SHA-256) and `bytes`; None if it has none.
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of `folder`, with `files` (path in the folder: SHA-256) and `bytes`; empty if it has none.
 
     Raises ArtifactError if it was changed, and InputError if it has a newer format.
     """
     path = RunFolder(folder).manifest
     if not path.exists() and not path.is_symlink():
-        return None
+        return {}
     data = read_json(path)
     intact = isinstance(data, dict) and _to_text(data).encode() == path.read_bytes() and not path.is_symlink()
     if intact and data.get("format") != FORMAT:
@@ -71,7 +71,7 @@ def find_changes(folder: Path, *paths: Path) -> dict[str, str]:
 
     paths: the files to check; none: all. Empty without a manifest. Raises as `read_manifest`.
     """
-    listed = set((read_manifest(folder) or {"files": {}})["files"])
+    listed = set(read_manifest(folder).get("files", ()))
     names = listed & {path.relative_to(folder).as_posix() for path in paths} if paths else listed
     problems = find_changed_files(RunFolder(folder).manifest, names) if names else {}
     linked = (name for name in names - problems.keys() if (folder / name).resolve() != folder.resolve() / name)
@@ -94,7 +94,7 @@ def record_changes(folder: Path) -> Iterator[None]:
     the block may write them back.
     """
     # edited: files that differ from their entries -> the difference. before: the state of each file (`_states`).
-    manifest, edited, before = None, dict[str, str](), _states(folder)
+    manifest, edited, before = dict[str, Any](), dict[str, str](), _states(folder)
     with suppress(ArtifactError):
         manifest = read_manifest(folder)
         if texts := [folder / name for name in before if Path(name).suffix in AMENDED]:
@@ -104,7 +104,7 @@ def record_changes(folder: Path) -> Iterator[None]:
         if manifest and path.is_relative_to(folder):
             name = path.relative_to(folder).as_posix()
             with lock_file(folder):
-                if (now := read_manifest(folder)) and name in now["files"].keys() - edited.keys():
+                if name not in edited and name in (now := read_manifest(folder)).get("files", ()):
                     _write(folder, now, set(), {name})
 
     token = changing.set(remove_entry)
@@ -112,13 +112,13 @@ def record_changes(folder: Path) -> Iterator[None]:
         yield
     finally:
         changing.reset(token)
-        after = _states(folder) if manifest else before
-        listed = (manifest or {"files": {}})["files"]
-        changed = {name for name, state in after.items() if before.get(name) != state or name not in listed}
-        written = changed - edited.keys()
-        if manifest and (written or before.keys() - after.keys()):
-            with lock_file(folder):
-                _write(folder, read_manifest(folder) or manifest, written, before.keys() - after.keys())
+        if manifest:
+            after, listed = _states(folder), manifest["files"]
+            changed = {name for name, state in after.items() if before.get(name) != state or name not in listed}
+            written, removed = changed - edited.keys(), before.keys() - after.keys()
+            if written or removed:
+                with lock_file(folder):
+                    _write(folder, read_manifest(folder) or manifest, written, removed)
 
 
 def _states(folder: Path) -> dict[str, tuple[int, int, int]]:

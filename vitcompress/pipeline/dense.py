@@ -42,19 +42,14 @@ def create_dense(job: Job) -> None:
                 job.progress.note("dense model: {weights}, sha256 {sha256}".format(**source))
 
 
-def recorded_source(job: Job) -> dict[str, str]:
-    """The `read_source` of the weights that the dense model was created with; empty if it is unknown."""
-    return dict((read_manifest(job.dense_folder) or {}).get("source", {}))
-
-
 def check_source(job: Job) -> None:
     """Raise InputError if the dense model was changed, or weights or images are no longer those that it is from."""
     check_unchanged(job.dense_folder)
-    images = (read_manifest(job.dense_folder) or {}).get("images")
-    if images and job.data is not None and images != job.data.digest:
+    manifest = read_manifest(job.dense_folder)
+    if job.data is not None and manifest.get("images") not in (None, job.data.digest):
         message = f"the images or labels of {job.data.name} are not those that {job.dense_folder} was created with"
         raise DataError(message, hint="restore the original images, or delete this folder and start over with --fresh")
-    before, weights = recorded_source(job), job.resolved.weights
+    before, weights = manifest.get("source", {}), job.resolved.weights
     known = before and job.weights_problem is None and weights != "hub"  # which may need a network
     if known and (now := read_source(weights, job.base.arch))["sha256"] != before["sha256"]:
         message = "{} has other weights (sha256 {:.12}) than this run was started with, {} ({:.12})"

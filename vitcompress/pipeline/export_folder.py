@@ -267,7 +267,7 @@ def sign_artifact(path: Path, key: Any) -> Path:
         raise ArtifactError(f"{path} cannot be signed: there is no {record}", hint=hint)
     if path.is_dir():
         check_unchanged(path)
-        data = read_manifest(path) or {}
+        data = read_manifest(path)
         verified = read_record(files.verification, Verification) or {}
     else:
         check_sha256(path)

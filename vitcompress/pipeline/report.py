@@ -20,7 +20,7 @@ from vitcompress.errors import InputError, VitcompressError, first_line
 from vitcompress.exporters.runtimes import exported_files
 from vitcompress.exporters.sidecar import DENSE, find_mismatches, usable_sidecar
 from vitcompress.io.files import file_sha256, lock_file, read_record, signed_files, user_path, write_json
-from vitcompress.io.manifest import check_unchanged, find_changes, record_changes
+from vitcompress.io.manifest import check_unchanged, find_changes, read_manifest, record_changes
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.methods import latency
@@ -28,7 +28,6 @@ from vitcompress.methods.base import Choice, read_memo
 from vitcompress.methods.table import find_method
 from vitcompress.models.checkpoint import read_plan
 from vitcompress.models.cost import count_cost
-from vitcompress.pipeline.dense import recorded_source
 from vitcompress.pipeline.export import describe_fp32_layers
 from vitcompress.pipeline.folder import dense_folder_of_run
 from vitcompress.pipeline.job import Job
@@ -71,7 +70,7 @@ def write_report(job: Job) -> None:
     """The report of a finished run (keys: `bench.report.records`)."""
     files, plan, recipe = job.files, read_plan(job.files.plan), job.recipe
     models = {"dense": job.blank, "compressed": surgery.apply_to_copy(job.blank, plan)}
-    searched = not job.options.structure_only
+    searched, source = not job.options.structure_only, read_manifest(job.dense_folder).get("source", {})
     report = {
         "recipe": recipe.name,
         "summary": recipe.summary,
@@ -79,7 +78,7 @@ def write_report(job: Job) -> None:
             "arch": plan.arch,
             "arch_args": dict(plan.arch_args),
             "weights": recipe.model.weights,
-            **{"weights_sha256" if key == "sha256" else key: value for key, value in recorded_source(job).items()},
+            **{"weights_sha256" if key == "sha256" else key: value for key, value in source.items()},
             "input": vars(job.input),
             "classes": list(job.class_names),
             "uint8": recipe.export.uint8,
@@ -164,6 +163,7 @@ def current_report(folder: Path, report: Report) -> Report:
     """
     files, names = RunFolder(folder), list_names(folder, report)
     hashes = {name: sha256 for sha256, equal in names.items() for name in equal}
+    dense = os.path.relpath(RunFolder(dense_folder_of_run(folder.resolve())).weights, folder.resolve())
     recorded = cast(dict[str, Any], read_record(files.accuracy, reports.ACCURACIES) or report.get("accuracy") or {})
     accuracy = {k: v for k, v in recorded.items() if "." not in k or v.get("sha256") == hashes.get(k, "")}
     measured = match_rows(read_record(files.benchmark, list[BenchRecord]) or report.get("bench") or (), names)
@@ -171,7 +171,7 @@ def current_report(folder: Path, report: Report) -> Report:
     artifacts = [entry for path in paths if (entry := _artifact(path, hashes[path.name], accuracy, measured))]
     return {
         **report,
-        "dense_sha256": _dense_weights(folder, report)[1],
+        "dense_sha256": hashes.get(dense),
         "accuracy": cast(Any, accuracy or None),
         "bench": measured or None,
         "artifacts": artifacts,
@@ -181,20 +181,19 @@ def current_report(folder: Path, report: Report) -> Report:
 
 
 def list_names(folder: Path, report: Report | None = None) -> dict[str, list[str]]:
-    """SHA-256 -> names, relative to the run folder, of the exported files and the weights of both models."""
+    """SHA-256 -> names, relative to the run folder, of the exported files and the weights of both models.
+
+    report: with the hash of the dense model's weights, which may be gone.
+    """
     folder, names = folder.resolve(), dict[str, list[str]]()
-    dense, sha256 = _dense_weights(folder, report or cast(Report, {}))
+    dense = RunFolder(dense_folder_of_run(folder)).weights
     exports = [*exported_files(folder, "model"), *exported_files(folder, DENSE), *exported_files(dense.parent, "model")]
-    hashes = {path: file_sha256(path) for path in (*exports, RunFolder(folder).weights) if path.is_file()}
-    for path, known in (hashes | ({dense: sha256} if sha256 else {})).items():
-        names.setdefault(known, []).append(os.path.relpath(path, folder))
+    hashes = {path: file_sha256(path) for path in (*exports, RunFolder(folder).weights, dense) if path.is_file()}
+    if report and (recorded := report.get("dense_sha256")):
+        hashes.setdefault(dense, recorded)
+    for path, sha256 in hashes.items():
+        names.setdefault(sha256, []).append(os.path.relpath(path, folder))
     return names
-
-
-def _dense_weights(folder: Path, report: Report) -> tuple[Path, str | None]:
-    """The dense model's weights, and their hash: as recorded if they are gone."""
-    path = RunFolder(dense_folder_of_run(folder)).weights
-    return path, file_sha256(path) if path.is_file() else report.get("dense_sha256")
 
 
 def _artifact(

@@ -22,7 +22,7 @@ def manifest_checks(files: RunFolder, *, adopt: bool = False) -> Iterator[Check]
     """
     try:
         manifest, changes = read_manifest(files.path), find_changes(files.path)
-        report = read_json(files.report) if manifest is None and files.report.is_file() else None
+        report = read_json(files.report) if not manifest and files.report.is_file() else None
     except ArtifactError as error:
         yield Check(MANIFEST, "failed", detail=error.sentence())
         return
