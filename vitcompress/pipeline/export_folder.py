@@ -3,11 +3,10 @@
 import math
 import shlex
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -197,14 +196,6 @@ def options_for(options: ExportOptions, candidate: Candidate) -> ExportOptions:
     return replace(options.only(DEFAULTS.keys() - useless), precision=candidate.precision)
 
 
-def list_candidates(format: str) -> Iterator[Candidate]:
-    """The `format` in each precision that it has."""
-    for precision in PRECISIONS:
-        with suppress(InputError):
-            find_exporter(format).check(ExportOptions(precision=precision))
-            yield Candidate(format, precision)
-
-
 def choose_fastest(
     folder: Path, form: str | None, options: ExportOptions, *, out: Path | None, dense: bool, progress: Progress
 ) -> tuple[Candidate, list[Candidate]]:
@@ -217,8 +208,11 @@ def choose_fastest(
     if out:
         formats = tuple(name for name in formats if find_exporter(name).file_suffix == out.suffix) or formats
         check_name(find_exporter(formats[0]), folder, out, dense=dense)
-    candidates = list(chain.from_iterable(map(list_candidates, formats)))
-    exports, problem = list[tuple[Candidate, Exported]](), None
+    candidates, exports, problem = list[Candidate](), list[tuple[Candidate, Exported]](), None
+    for name, precision in product(formats, PRECISIONS):
+        with suppress(InputError):  # the format does not have this precision
+            find_exporter(name).check(ExportOptions(precision=precision))
+            candidates.append(Candidate(name, precision))
     write = partial(export_folder, folder, dense=dense, traces={})
     with TemporaryDirectory(prefix="vitcompress-") as temporary:
         for candidate in candidates:
