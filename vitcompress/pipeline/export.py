@@ -30,7 +30,7 @@ from vitcompress.models.checkpoint import load_model
 from vitcompress.models.cost import count_by_module
 from vitcompress.models.create import check_class_names, class_names_of, current_plan, input_config
 from vitcompress.pipeline.calibration import Calibration
-from vitcompress.pipeline.fp32_layers import NO_RANGES, Layers, LayerSearch, best_evaluator, rank_layers, search
+from vitcompress.pipeline.fp32_layers import NO_RANGES, LayerSearch, best_evaluator, rank_layers, search
 from vitcompress.pipeline.job import Job
 from vitcompress.plan import is_within
 from vitcompress.training.metrics import random_images
@@ -73,8 +73,8 @@ def write_export(
     if calibration is not None:
         about |= {"calibrate": calibration, "factors": calibration.factors}
     if AUTO in options.islands:
-        result, changes = _search_layers(exporter, original, options, about, progress)
-        options = replace(options, islands=_selected_layers(result, options.precision, path))
+        result, divergences = _search_layers(exporter, original, options, about, path, progress)
+        options = replace(options, islands=result.chosen or ())
     elif options.precision == "fp16":
         check_fp16(model, original.images, options.islands, offer_islands="islands" in exporter.supported(options))
 
@@ -84,7 +84,7 @@ def write_export(
     with record_changes(path.parent):
         exported = exporter.export(model, path, options=options, progress=progress, **about)
         if result is not None:
-            exported = _add_costs(exported, result, changes, write, model)
+            exported = _add_costs(exported, result, divergences, write, model)
         if options.precision.startswith("int8") and not exporter.cannot_run():
             wide = options.only(exporter.uses - {"precision", "islands", *ONLY_EIGHT_BITS})
             exported = compare_with_fp32(exported, partial(exporter.export, model, options=wide, **about))
@@ -121,55 +121,53 @@ def measure_quickly(files: Sequence[Exported], progress: Progress = SILENT) -> s
 
 
 def _add_costs(
-    exported: Exported, result: LayerSearch, changes: Mapping[str, float], write: Write, model: nn.Module
+    exported: Exported, result: LayerSearch, divergences: Mapping[str, float], write: Write, model: nn.Module
 ) -> Exported:
-    """`exported` with its search and the `costs`. changes: of `rank_layers`. write(path, islands=): a file like it."""
+    """`exported` with its search, completed by `LayerSearch.costs`.
+
+    divergences: of `rank_layers`. write(path, islands=): writes the same file with other fp32 layers.
+    """
     kept, warnings = expand_layers(model, result.chosen or ()), [*exported.build.get("warnings", ())]
     work = count_by_module(model, input_config(model).size)
     macs, costs = dict[str, int](), dict[str, Mapping[str, Any]]()
-    for layer in changes:
+    for layer in divergences:
         part = work[layer.removesuffix(SOFTMAX)]
         macs[layer] = part.macs - part.macs_linear if layer.endswith(SOFTMAX) else part.macs  # attention products alone
-    for layer in (layer for layer in changes if is_within(layer, kept)):
+    for layer in (layer for layer in divergences if is_within(layer, kept)):
         bench = _measure_over(exported, partial(write, islands=tuple(name for name in kept if name != layer)))
         speed: Mapping[str, Any] = {**bench.ratios[0], "a": f"with {layer}", "b": exported.precision} if bench else {}
         share = macs[layer] / sum(macs.values())
-        costs[layer] = {"divergence": changes[layer], "macs": share, "speed": speed}
+        costs[layer] = {"divergence": divergences[layer], "macs": share, "speed": speed}
         text = f"is {format_speedup(speed)} as fast" if speed else f"has {format_percent(share)} fewer products in them"
-        warnings.append(f"{layer} adds {changes[layer]:.2g} nats in eight bits; with it in fp32 the file {text}")
+        warnings.append(f"{layer} adds {divergences[layer]:.2g} nats in eight bits; with it in fp32 the file {text}")
     search = asdict(replace(result, costs=costs))
     return write_sidecar(replace(exported, islands_search=search, build={**exported.build, "warnings": warnings}))
 
 
 def _search_layers(
-    exporter: Exporter, original: Original, options: ExportOptions, about: ModelInfo, progress: Progress
+    exporter: Exporter, original: Original, options: ExportOptions, about: ModelInfo, path: Path, progress: Progress
 ) -> tuple[LayerSearch, Mapping[str, float]]:
-    """Search the fp32 layers; also returns `rank_layers`. Raises PrecisionError if fp16 overflows in any case."""
+    """Search the fp32 layers of the file `path`; also returns `rank_layers`.
+
+    Raises PrecisionError if fp16 overflows in any case, and CheckFailedError after writing all trials to a file if no
+    set passed.
+    """
     fixed = tuple(name for name in options.islands if name != AUTO)
     evaluator = best_evaluator(exporter, original, options, about)
-    ranges, ranked = NO_RANGES, dict[str, float]()
+    ranges, ranked, precision = NO_RANGES, dict[str, float](), options.precision
     if options.eight_bits:
         ranked = rank_layers(original, measure_quantization(original.model, options, "int32_bias", **about))
-    elif options.precision == "fp16":
+    elif precision == "fp16":
         ranges = scan_ranges(original.model, original.images)
-    layers = search(
-        original, evaluator, options.precision, fixed=fixed, ranges=ranges, ranked=tuple(ranked), progress=progress
-    )
-    return layers, ranked
-
-
-def _selected_layers(result: LayerSearch, precision: str, path: Path) -> Layers:
-    """The result of a search. If no set passed, write all trials to a file and raise CheckFailedError."""
-    if result.chosen is not None:
-        return result.chosen
-    trials = RunFolder(path.parent).failed / f"{path.name}.islands.json"
-    write_json(trials, asdict(result))
-    last = result.tries[-1]
-    raise CheckFailedError(
-        f"the outputs of {path.name} in {precision} do not agree with those of the model with any set of fp32 layers: "
-        f"{len(result.tries)} were tried, the largest ({', '.join(last.islands)}) failed: {last.reason}",
-        hint=f"use --precision {'bf16 or ' if precision == 'fp16' else ''}fp32; {trials} lists every set",
-    )
+    result = search(original, evaluator, precision, fixed=fixed, ranges=ranges, ranked=tuple(ranked), progress=progress)
+    if result.chosen is None:
+        trials, last = RunFolder(path.parent).failed / f"{path.name}.islands.json", result.tries[-1]
+        write_json(trials, asdict(result))
+        problem = f"the outputs of {path.name} in {precision} do not agree with those of the model"
+        count = f"{len(result.tries)} were tried, the largest ({', '.join(last.islands)}) failed: {last.reason}"
+        hint = f"use --precision {'bf16 or ' if precision == 'fp16' else ''}fp32; {trials} lists every set"
+        raise CheckFailedError(f"{problem} with any set of fp32 layers: {count}", hint=hint)
+    return result, ranked
 
 
 @dataclass(frozen=True)
