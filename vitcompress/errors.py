@@ -111,17 +111,17 @@ def first_line(error: BaseException) -> str:
     return lines_of(error)[0]
 
 
-def close_matches(word: str, choices: Iterable[str], *, count: int = 3) -> list[str]:
-    """The `choices` most similar to `word`, in any case of letters, best first: those that it abbreviates."""
+def close_matches(word: str, choices: Iterable[str]) -> list[str]:
+    """Up to three of the `choices`, in any case of letters: first those that `word` starts or abbreviates."""
     word, names = word.lower(), {choice.lower(): choice for choice in choices}
     initials = {name: "".join(part[:1] for part in name.split("_")) for name in (word, *names)}
     short = [name for name in names if word and (name.startswith(word) or word == initials[name])]
     short += [name for name in names if name == initials[word]]
-    similar = difflib.get_close_matches(word, names, n=count, cutoff=0.5)
-    return [names[name] for name in dict.fromkeys((*short, *similar))][:count]
+    similar = difflib.get_close_matches(word, names, cutoff=0.5)
+    return [names[name] for name in dict.fromkeys((*short, *similar))][:3]
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """`", did you mean x?"` if one of `choices` is similar to `word`, else an empty string."""
-    close = close_matches(word, choices, count=1)
+    close = close_matches(word, choices)
     return f", did you mean {close[0]}?" if close else ""
