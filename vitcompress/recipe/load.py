@@ -32,10 +32,9 @@ def load_recipe(
     there is no such recipe.
     """
     _, data = read_table("recipe", source := str(source))
-    changes: dict[str, object] = {} if model is None else {"name": model, "args": {}}
-    changes |= {} if weights is None else {"weights": weights}
     if isinstance(table := data.get("model"), dict):
-        data["model"] = {**table, **changes}
+        table |= {} if model is None else {"name": model, "args": {}}
+        table |= {} if weights is None else {"weights": weights}
     if weights not in (None, "train"):
         data.pop("dense", None)
     return build_recipe(source, data, [sets] if isinstance(sets, str) else sets)
