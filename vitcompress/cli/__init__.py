@@ -23,8 +23,6 @@ COMMANDS = (
     artifacts.report,
     artifacts.doctor,
 )
-
-
 SETTINGS = {"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "VITCOMPRESS"}
 
 

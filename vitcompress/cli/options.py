@@ -127,13 +127,12 @@ def precision_option(default: str, *names: str) -> Decorator:
     return option("--precision", help, kind, "PRECISION")
 
 
-PRECISIONS = ["fp32", "tf32", "fp16", "bf16", "int8", "int8+bf16", "fp8", "fastest"]
 METHODS = ["minmax", "percentile", "entropy", "mse"]
 GPUS = ["none", "ampere+", "same"]
 ISLANDS_HELP = "Layers to keep in fp32: norm, softmax, head, ffn, module paths, or auto to search for a minimal set."
 # Each option is a field of ExportOptions.
 export_options = add_options(
-    precision_option("fp32", *PRECISIONS),
+    precision_option("fp32", "fp32", "tf32", "fp16", "bf16", "int8", "int8+bf16", "fp8", "fastest"),
     option("--opset", "ONNX operator set (default: chosen and recorded with the reason).", int),
     option("--batch", "Batch sizes of an engine (trt, trt-rtx).", parse_batch_range, "MIN:OPT:MAX"),
     option("--sm", "Compute capabilities, as in 80,89 (trt, trt-rtx).", parse_capabilities, "LIST", **PARTS),
