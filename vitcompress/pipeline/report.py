@@ -252,8 +252,7 @@ def record_accuracy(
         accuracy = read_record(files.accuracy, reports.ACCURACIES) or {}
         known = {entry.get("images_digest") for entry in accuracy.values() if "total" in entry}
         digest = evaluation["rows"][0]["images_digest"]
-        same = known <= {digest} and (digest in known or used == (own.source, own.path, own.test_split))
-        if not same:
+        if not (known == {digest} if known else used == (own.source, own.path, own.test_split)):
             progress.note(f"not in the report of {files.path}: other images than those of the run")
             return
         mistakes = read_record(files.mistakes, dict[str, list[int]]) or {}
@@ -261,8 +260,8 @@ def record_accuracy(
             new, wrong = {k: v for k, v in row.items() if k in FileAccuracy.__annotations__}, row["mistakes"]
             for name in names.get(row["sha256"] or "", ()):
                 if "/" not in name and name != files.weights.name:
-                    same = (accuracy.get(name, {}).get("sha256"), mistakes.get(name)) == (row["sha256"], wrong)
-                    accuracy[name] = {**accuracy[name], **new} if same else new  # with the number of flips
+                    repeated = (accuracy.get(name, {}).get("sha256"), mistakes.get(name)) == (row["sha256"], wrong)
+                    accuracy[name] = {**accuracy[name], **new} if repeated else new  # with the number of flips
                     mistakes[name] = wrong
         write_json(files.mistakes, mistakes)
         write_json(files.accuracy, accuracy)
