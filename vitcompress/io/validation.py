@@ -212,11 +212,15 @@ def _keys(root: type[BaseModel], loc: tuple[int | str, ...]) -> Iterator[str]:
     """The keys of the table at `loc`."""
     kind: Any = root
     for part in (part for part in loc if isinstance(part, str)):
-        types = (option for option in parts_of(typing.get_type_hints(kind).get(part)) if isinstance(option, type))
-        kind = next((option for option in types if is_dataclass(option) or issubclass(option, BaseModel)), None)
-        if kind is None:
+        if (kind := table_in(typing.get_type_hints(kind).get(part))) is None:
             return
     yield from kind.model_fields if issubclass(kind, BaseModel) else (field.name for field in fields(kind))
+
+
+def table_in(hint: Any) -> Any:
+    """The dataclass or pydantic model inside a type hint; None if there is none."""
+    types = (part for part in parts_of(hint) if isinstance(part, type))
+    return next((kind for kind in types if is_dataclass(kind) or issubclass(kind, BaseModel)), None)
 
 
 def parts_of(hint: Any) -> Iterator[Any]:

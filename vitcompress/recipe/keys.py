@@ -3,7 +3,7 @@
 import types
 import typing
 from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,7 +13,7 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from vitcompress import recipes
 from vitcompress.io.plugins import find_by_name, load_all, plugin_names
-from vitcompress.io.validation import BOUNDS, parts_of
+from vitcompress.io.validation import BOUNDS, parts_of, table_in
 from vitcompress.methods.options import OPTIONS, find_options
 from vitcompress.recipe.load import load_recipe
 from vitcompress.recipe.schema import Recipe, Tables
@@ -81,7 +81,7 @@ def keys_of(source: str, every: bool = True) -> list[Key]:
     every: False leaves out the keys that all methods share. Raises InputError, which names the nearest, if it is
     neither.
     """
-    tables = {name: table for name, hint in typing.get_type_hints(Recipe).items() if (table := _table_in(hint))}
+    tables = {name: table for name, hint in typing.get_type_hints(Recipe).items() if (table := table_in(hint))}
     del tables["published"], tables["steps"]  # quoted figures are no settings; steps have keys of their own
     if options := _options(source):
         return [*_keys("step.0", options), *(key for pair in tables.items() if every for key in _keys(*pair))]
@@ -113,18 +113,13 @@ def _keys(prefix: str, table: type[Any], values: Any = None) -> Iterator[Key]:
     for field in fields(table):
         hint, name = hints[field.name], f"{prefix}.{field.name}"
         value = None if values is None else getattr(values, field.name)
-        if inner := _table_in(hint):
+        if inner := table_in(hint):
             yield from _keys(name, inner, value)
             continue
         texts = [part.description for part in parts_of(hint) if isinstance(part, FieldInfo) and part.description]
         required = field.default is MISSING and field.default_factory is MISSING
         default = field.default if field.default_factory is MISSING else field.default_factory()
         yield Key(name, describe_type(hint), None if required else default, texts[-1] if texts else "", value, required)
-
-
-def _table_in(hint: Any) -> type[Any] | None:
-    """The dataclass inside a type hint, if there is one."""
-    return next((kind for kind in parts_of(hint) if isinstance(kind, type) and is_dataclass(kind)), None)
 
 
 def describe_type(hint: Any) -> str:
