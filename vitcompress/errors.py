@@ -20,12 +20,9 @@ def printable(text: str, longest: int | None = None) -> str:
 
 
 class VitcompressError(Exception):
-    """The message states the value and what is allowed; `hint` is the next step, also shown below a traceback.
+    """The message states the value and what is allowed; `hint` is the next step, also shown below a traceback."""
 
-    Exit code of the command line: 1.
-    """
-
-    exit_code = 1
+    exit_code = 1  # of the command line
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         self.message = printable(message, LONGEST_LINE)

@@ -1,6 +1,4 @@
-"""The ranges of a model in int8 or fp8: measured once on images of the training data, or trained, and kept in the run
-folder.
-"""
+"""The ranges of a model in int8 or fp8: measured once on training images, or trained, and kept in the run folder."""
 
 from collections.abc import Mapping
 from contextlib import suppress
