@@ -77,13 +77,14 @@ def test_the_name_of_the_file_selects_its_format(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
+        (["--format", "foo"], "there is no export format 'foo'"),
         (["--out", "served.foo"], "served.foo cannot be a file of the format onnx"),
         (["--format", "openvino", "--out", "served.onnx"], "served.onnx cannot be a file of the format openvino"),
         (["--out", "run/dense.onnx"], "dense.onnx has the name of a file of the dense model"),
         (["--out", "run/model.onnx", "--dense"], "model.onnx has the name of a file of the compressed model"),
     ],
 )
-def test_a_wrong_name_is_rejected_before_anything_is_measured(
+def test_a_wrong_name_or_format_is_rejected_before_anything_is_measured(
     options: list[str], problem: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder.parent)

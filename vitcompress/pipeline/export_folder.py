@@ -210,8 +210,9 @@ def choose_fastest(
         check_name(find_exporter(formats[0]), folder, out, dense=dense)
     candidates, exports, problem = list[Candidate](), list[tuple[Candidate, Exported]](), None
     for name, precision in product(formats, PRECISIONS):
+        exporter = find_exporter(name)
         with suppress(InputError):  # the format does not have this precision
-            find_exporter(name).check(ExportOptions(precision=precision))
+            exporter.check(ExportOptions(precision=precision))
             candidates.append(Candidate(name, precision))
     write = partial(export_folder, folder, dense=dense, traces={})
     with TemporaryDirectory(prefix="vitcompress-") as temporary:
