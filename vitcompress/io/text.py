@@ -156,10 +156,11 @@ SHOWN = 3  # differences in a message
 def flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
     """Nested tables and lists as pairs of dotted key and value: `("finetune.epochs", "10")`."""
     table = dict(enumerate(value)) if isinstance(value, list) else value
-    if not isinstance(table, Mapping) or (name and not table):
-        return (yield name, repr(value))
-    for key, inner in table.items():
-        yield from flatten(inner, f"{name}.{key}" if name else str(key))
+    if isinstance(table, Mapping) and (table or not name):
+        for key, inner in table.items():
+            yield from flatten(inner, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, repr(value)
 
 
 def describe_differences(there: Any, here: Any) -> list[str]:

@@ -180,11 +180,12 @@ def _parts(item: Any, data: Any) -> list[str]:
 
 def keys_hint(problems: Sequence[str], steps: Sequence[Any]) -> str | None:
     """The command that lists all keys, if a key is unknown. steps: of the recipe, not validated yet."""
-    about = {n: [text for text in problems if text.startswith(f"step.{n}.")] for n in range(len(steps))}
-    usable = [n for n, texts in about.items() if not any(text.startswith(f"step.{n}.method ") for text in texts)]
-    own = [n for n in usable if any(UNKNOWN_KEY in text for text in about[n])]
-    method = next((steps[n]["method"] for n in [*own, *usable]), "NAME")
-    return f"`vitcompress recipes keys {method} --all` lists all keys" if UNKNOWN_KEY in str(problems) else None
+    unknown = [text for text in problems if UNKNOWN_KEY in text]
+    # The steps with a known method; first those with an unknown key.
+    usable = [n for n in range(len(steps)) if not any(text.startswith(f"step.{n}.method ") for text in problems)]
+    usable.sort(key=lambda n: not any(text.startswith(f"step.{n}.") for text in unknown))
+    method = steps[usable[0]]["method"] if usable else "NAME"
+    return f"`vitcompress recipes keys {method} --all` lists all keys" if unknown else None
 
 
 def _describe(item: Any, root: type[BaseModel]) -> str:

@@ -125,8 +125,8 @@ def why_unchecked(job: Job) -> str:
 def examine_dense(job: Job, accuracy: Accuracy) -> tuple[list[str], CheckFailedError | None]:
     """Notes on the accuracy of the dense model, and the error if it is worse than expected.
 
-    That is, if the expected accuracy is above the upper end of the 95 % interval. The notes warn of a model that is no
-    better than always the most frequent class.
+    It is worse if the expected accuracy is above the upper end of the 95 % interval. The notes warn of a model that is
+    no better than always predicting the most frequent class.
     """
     assert job.data is not None
     (kind, images), expect, classes = _check_images(job), job.options.expect, few(job.data.classes)

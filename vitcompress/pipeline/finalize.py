@@ -55,7 +55,7 @@ def verify_run(job: Job) -> None:
         data, seed = job.data, job.recipe.run.seed
         images = None if data is None else random_images(data.test, job.input, image_count(job.base), seed)
         result = verify_folder(job.folder, images, job.dense_folder, job.progress)
-        files = [path.name for path in job.folder.iterdir()]  # some names begin with that of a file, which has dots
+        files = [path.name for path in job.folder.iterdir()]  # checks of a file begin with its name, which has dots
         names = [check.name for check in result.checks if check.verdict == "passed"]
         passed = Counter(next((f for f in files if name.startswith(f"{f}.")), name.split(".")[0]) for name in names)
         job.progress.note("passed: " + ", ".join(f"{name} ({count})" for name, count in passed.items()))
