@@ -25,6 +25,8 @@ from vitcompress.exporters.sidecar import read_classes
 from vitcompress.exporters.tensorrt.flavours import RTX
 from vitcompress.io import hardware
 from vitcompress.io.files import lock_file
+from vitcompress.io.run_folder import RunFolder
+from vitcompress.io.tensors import save_tensors
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.create import create_model, input_config
 from vitcompress.pipeline import export_folder as exports
@@ -272,3 +274,22 @@ def test_int8_without_training_images_is_an_error(folder: Path) -> None:
     with pytest.raises(InputError, match=r"no layer 'blocks\.1\.attn'"):
         write_file(folder, options=ExportOptions(precision="int8", islands=("blocks.1.attn",)))
     assert not list(folder.glob("*.onnx*"))
+
+
+@pytest.mark.parametrize("present", [True, False])
+def test_fp32_layers_are_chosen_on_training_images_where_they_are(
+    present: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test images that the folder keeps make no choices, unless nothing else is there, as a note states."""
+    data = load_recipe("digits_hetdpt", [] if present else ["data.source=imagefolder", f"data.path={folder / 'none'}"])
+    (folder / "recipe.toml").write_text(data.to_toml())
+    (folder / "report.json").write_text("{}")
+    tests = torch.full((70, 1, 8, 8), 0.5)
+    save_tensors(RunFolder(folder).recorded_outputs, {"images": tests, "logits": torch.zeros(70, 3)})
+    seen, progress = list[torch.Tensor](), RecordedProgress()
+    monkeypatch.setattr(exports, "write_export", lambda exporter, original, *_, **__: seen.append(original.images))
+    for islands in ("auto",), ("norm",):
+        write_file(folder, options=ExportOptions(precision="fp16", islands=islands), progress=progress)
+    auto, named = seen
+    assert named.equal(tests[:64]) and auto.shape == named.shape and auto.equal(named) is not present
+    assert ["chosen on test images: fp16 needs images" in note for note in progress.notes] == [True] * (not present)

@@ -38,7 +38,7 @@ from vitcompress.methods.table import find_method
 from vitcompress.models import create
 from vitcompress.models.source import resolve_model
 from vitcompress.pipeline.calibration import Calibration, model_digest
-from vitcompress.pipeline.export import CALIBRATION_IMAGES, write_export
+from vitcompress.pipeline.export import SCAN_IMAGES, write_export
 from vitcompress.pipeline.folder import claim_run, dense_folder_to_verify
 from vitcompress.pipeline.latency import LatencyClock, measured_on
 from vitcompress.plan import Plan
@@ -314,7 +314,7 @@ def export(
     original, calibration = Original(model, noise_images(model, create.plan_of(model)), real=False), None
     if data is not None:
         source = as_images(data, create.image_size(model))
-        original = Original(model, random_images(source, create.input_config(model), CALIBRATION_IMAGES, seed))
+        original = Original(model, random_images(source, create.input_config(model), SCAN_IMAGES, seed))
         calibration = Calibration(model, settings, RunFolder.of(path), source, seed, progress)
     with torch.autocast("cpu", enabled=False):  # files compute in `precision`, also where another one is enabled
         return write_export(

@@ -90,6 +90,13 @@ class Calibration:
         return self.ranges
 
     def _images(self) -> Tensor:
+        images = self.sample(self.options.calibration)
+        if len(images) < FEW_IMAGES:
+            self.progress.note(f"calibration on {len(images)} images: the values of others may exceed these ranges")
+        return images
+
+    def sample(self, count: int) -> Tensor:
+        """Up to `count` training images, (count, channels, height, width), normalized. Raises InputError without."""
         if self.training is None:
             if not self.files.recipe.is_file():
                 message = f"{self.options.precision} needs training images, and {self.files.path} records none"
@@ -100,10 +107,7 @@ class Calibration:
             except InputError as error:
                 hint = "export where the images of the run are, or pass data to vitcompress.export in Python"
                 raise InputError(f"{self.options.precision} needs images: {error.message}", hint=hint) from None
-        images = random_images(self.training, input_config(self.model), self.options.calibration, self.seed)
-        if len(images) < FEW_IMAGES:
-            self.progress.note(f"calibration on {len(images)} images: the values of others may exceed these ranges")
-        return images
+        return random_images(self.training, input_config(self.model), count, self.seed)
 
 
 def model_digest(model: nn.Module, settings: str = "", *tensors: Tensor) -> str:

@@ -41,7 +41,7 @@ from vitcompress.verify.outputs import Original
 Write = Callable[..., Exported]  # (path, **changes of options): writes a file
 Model = Literal["dense", "model"]  # the beginning of the names of its files
 QUICK = suite.BenchOptions("paper", batch=1, warmup=10, runs=40)
-CALIBRATION_IMAGES = 64  # on which ranges are scanned and fp32 layers chosen
+SCAN_IMAGES = 64  # on which fp16 overflow is checked and fp32 layers are chosen
 
 
 def write_export(
@@ -224,7 +224,7 @@ def _export_file(job: Job, planned: PlannedFile, traces: dict[Any, Any]) -> None
     original, calibration = Original(model, noise_images(model, job.base), real=False), None
     if job.data is not None:  # the test images make no choices
         source, seed = job.data.heldout or job.data.train, job.recipe.run.seed
-        original = Original(model, random_images(source, job.input, CALIBRATION_IMAGES, seed))
+        original = Original(model, random_images(source, job.input, SCAN_IMAGES, seed))
         calibration = Calibration(model, options, job.files, job.data.train, seed, job.progress)
     exported = write_export(
         planned.exporter,

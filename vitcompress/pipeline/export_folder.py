@@ -13,7 +13,7 @@ from typing import Any
 
 from vitcompress.errors import ArtifactError, CheckFailedError, InputError
 from vitcompress.exporters.base import Exported, Exporter
-from vitcompress.exporters.options import DEFAULTS, ONLY_EIGHT_BITS, ExportOptions, Precision
+from vitcompress.exporters.options import AUTO, DEFAULTS, ONLY_EIGHT_BITS, ExportOptions, Precision
 from vitcompress.exporters.runtimes import available_exporter, exported_files, find_exporter, open_runner
 from vitcompress.exporters.sidecar import DENSE, check_sha256, read_classes, read_sidecar, sidecar_path, usable_sidecar
 from vitcompress.exporters.tensorrt.export import source_path
@@ -25,7 +25,7 @@ from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.text import format_speedup
 from vitcompress.models.checkpoint import load_model, read_plan
 from vitcompress.pipeline.calibration import Calibration
-from vitcompress.pipeline.export import CALIBRATION_IMAGES, measure_quickly, write_export
+from vitcompress.pipeline.export import SCAN_IMAGES, measure_quickly, write_export
 from vitcompress.pipeline.folder import dense_folder_of_run
 from vitcompress.verify.files import contents_of, file_status, is_about, quarantine
 from vitcompress.verify.folder import check_files, recorded_images, run_classes
@@ -73,15 +73,21 @@ def export_folder(
     read = files.report, files.verification, files.recorded_outputs, files.unfolded, sidecar_path(onnx)
     check_unchanged(folder, *read)
     read_record(files.verification, Verification)  # checks of the file are added to it
+    calibration = Calibration(model, options, files, progress=progress)
     images, real = recorded_images(folder, model)
+    if real and AUTO in options.islands:
+        try:
+            images = calibration.sample(SCAN_IMAGES)
+        except InputError as error:
+            progress.note(f"the fp32 layers are chosen on test images: {error.message}")
     return write_export(
         exporter,
-        Original(model, images[:CALIBRATION_IMAGES], real),
+        Original(model, images[:SCAN_IMAGES], real),
         path,
         options=options,
         classes=run_classes(files, model) or read_classes(onnx),
         progress=progress,
-        calibration=Calibration(model, options, files, progress=progress),
+        calibration=calibration,
         traces=traces,
     )
 
