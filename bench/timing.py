@@ -238,7 +238,9 @@ def median_interval(values: Sequence[float] | np.ndarray) -> tuple[float, float,
     probability 1/2 for any distribution, so the coverage is exact, 95.9 % with 20 rounds. Five rounds or fewer give no
     interval: from 0, without an upper end (None: JSON has no infinity).
     """
-    rounds, below, k = np.sort(values), 0, 0
-    while 2 * (below := below + math.comb(len(rounds), k)) <= MISSED * 2 ** len(rounds):
-        k += 1  # the largest whose interval misses the median with a probability of at most 5 %
-    return float(np.median(rounds)), *((float(rounds[k - 1]), float(rounds[-k])) if k else (0.0, None))
+    ordered, n, k = np.sort(values), len(values), 0
+    cases = 1  # of 2**n equally likely ones, those with at most k values below the median
+    while 2 * cases <= MISSED * 2**n:  # the interval from the next value misses it in at most 5 %
+        k += 1
+        cases += math.comb(n, k)
+    return float(np.median(ordered)), *((float(ordered[k - 1]), float(ordered[-k])) if k else (0.0, None))

@@ -1,4 +1,4 @@
-"""Measure the magnitudes inside a model on real images, and find what half precision cannot represent."""
+"""Find overflow in fp16: the magnitudes inside a model on images. Ranges of int8 and fp8: `quantize.calibrate`."""
 
 from collections.abc import Mapping
 from copy import deepcopy

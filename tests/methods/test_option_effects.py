@@ -19,7 +19,7 @@ from vitcompress import surgery
 from vitcompress.errors import InputError
 from vitcompress.families import family_of
 from vitcompress.methods.base import Context
-from vitcompress.methods.latency import plan_step
+from vitcompress.methods.latency import check_target, plan_step
 from vitcompress.methods.table import METHODS
 from vitcompress.training.options import TrainOptions
 
@@ -85,6 +85,7 @@ def effects(name: str, options: Any, case: Case, folder: Path) -> Any:
     known = {entry.name: getattr(around, entry.name) for entry in fields(around) if entry.init}
     changes = {"train": case.train, "latency": clock(milliseconds), "teacher": lambda: teacher}
     recording = RecordingContext(**{**known, **changes})
+    check_target(options)
     structure = method.structure(vit, family_of(vit), recording.plan, options)
     plan = plan_step(method, vit, recording, options)
     info = method.describe(options)

@@ -13,7 +13,7 @@ from vitcompress import surgery
 from vitcompress.errors import PlanError
 from vitcompress.families import Space, family_of
 from vitcompress.methods.sero import method as sero
-from vitcompress.methods.sero.layout import KINDS, _above_quantile, keep_live, padding, project, unit_spaces
+from vitcompress.methods.sero.layout import UNIT_KINDS, _above_quantile, keep_live, padding, project, unit_spaces
 from vitcompress.models.cost import Cost, count_cost
 from vitcompress.plan import Plan
 from vitcompress.surgery.masks import mask_channels
@@ -46,7 +46,7 @@ def test_published_sizes(arch: str, sparsity: float, millions: float, layout: An
     base = Plan(arch)
     delta = sero.structure(model, family_of(model), base, sero.Options(sparsity=sparsity, layout=layout))
     after = count_cost(surgery.apply_to_copy(model, delta), (3, 224, 224))
-    gone = dict.fromkeys(KINDS, 0)
+    gone = dict.fromkeys(UNIT_KINDS, 0)
     for space in unit_spaces(family_of(model).spaces(model)):
         gone[space.kind] += space.size - len(delta.kept.get(space.name, range(space.size)))
     all_gone = sum(gone.values())
@@ -110,7 +110,7 @@ def test_the_published_identity_of_shares(sparsity: float) -> None:
     draw = np.random.default_rng(3)
     scores = {space.name: draw.gamma(1 + (space.kind == "v"), size=space.size) for space in spaces}
     live = project(spaces, scores, scores, sparsity, sero.Options(layout="ragged", round_to=1))
-    share = {k: 1 - np.mean(np.concatenate([live[s.name] for s in spaces if s.kind == k])) for k in KINDS}
+    share = {k: 1 - np.mean(np.concatenate([live[s.name] for s in spaces if s.kind == k])) for k in UNIT_KINDS}
     assert (share["qk"] + share["v"] + 4 * share["mlp"]) / 6 == pytest.approx(sparsity, abs=1 / (6 * 12 * 192))
     assert abs(share["qk"] - share["v"]) > 0.1
 

@@ -55,7 +55,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 
 def test_the_file_has_the_trained_weights_and_ranges(finished: RunFolder) -> None:
-    before, after = load_tensors(finished.folded), load_tensors(finished.weights)
+    before, after = load_tensors(finished.unquantized), load_tensors(finished.weights)
     assert any(not torch.equal(before[name], after[name]) for name in after) and before.keys() == after.keys()
     trained = read_json(finished.trained_ranges)["ranges"]
     path = finished.exported("model", ".onnx")
@@ -75,7 +75,7 @@ def test_ranges_are_measured_on_images_of_the_training_data(finished: RunFolder,
     recipe = load_recipe_of_run(finished.recipe)
     data = open_data(recipe.data, recipe.run.seed)
     known = [read_json(file) for file in later.ranges.glob("*.json")]
-    for weights, counts in ((finished.folded, (32,)), (finished.weights, (32, 24))):
+    for weights, counts in ((finished.unquantized, (32,)), (finished.weights, (32, 24))):
         model = load_model_files(finished.plan, weights)
         plain = export(model, tmp_path / "plain.onnx", input=input_config(model)).path
         for count, (source, same) in product(counts, ((data.train, True), (data.heldout, False), (data.test, False))):

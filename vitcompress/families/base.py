@@ -20,7 +20,7 @@ from vitcompress.families.attention import AnyWidthAttention, SlicedPool
 from vitcompress.families.edited_block import SITE_PARTS, EditedBlock, Wiring, branches_of
 
 SiteKind = Literal["attention", "activation", "ffn", "block"]
-KINDS: tuple[SiteKind, ...] = ("attention", "activation")  # of the layers that depth pruning gates and removes
+GATED: tuple[SiteKind, ...] = ("attention", "activation")  # of the layers that depth pruning gates and removes
 LAYERS = (nn.Linear, nn.Conv2d)  # subclasses may compute something else, which slicing and folding would lose
 COMPUTED = "computes its weight; make it permanent, as with torch.nn.utils.prune.remove"
 LINEAR = {"qkv", "q", "kv", "q_proj", "k_proj", "v_proj", "proj", "sr", "fc1", "fc1_g", "fc1_x", "fc2", "reduction"}

@@ -19,7 +19,7 @@ def children(block: nn.Module) -> dict[str, Part]:
 
 @dataclass(frozen=True)
 class Wiring:
-    """The residual branches of a block, in order.
+    """The residual branches of a block, in order: each reads the sum that the branch before it wrote.
 
     branches: each a chain of names of child modules, and of parameters that multiply (a LayerScale that is no module).
     takes_arguments: children that receive the extra arguments of the block, for example an attention mask.

@@ -64,7 +64,7 @@ class RunFolder:
     unfolded = Entry("state/unfolded.safetensors")
     unfolded_plan = Entry("state/unfolded_plan.json")
     folding = Entry("state/folding.json")
-    folded = Entry("state/folded.safetensors")  # the weights before they were trained in int8 or fp8
+    unquantized = Entry("state/folded.safetensors")  # the weights before they were trained in int8 or fp8
     quantized_state = Entry("state/quantized")
     quantized = Entry("state/quantized.json")
     trained_ranges = Entry("state/trained_ranges.json")  # of the inputs of layers, and the digest of their model

@@ -10,7 +10,7 @@ import numpy as np
 from torch import nn
 
 from vitcompress.errors import PlanError
-from vitcompress.families import KINDS, Family, Site, SiteKind
+from vitcompress.families import GATED, Family, Site, SiteKind
 from vitcompress.methods import depth, transfer_entropy
 from vitcompress.methods.base import TRAINED, Choice, Context, Estimate, StepInfo, reject_unused
 from vitcompress.methods.hetdpt import collection, search
@@ -33,13 +33,13 @@ def te_static(model: nn.Module, context: Context, options: StaticOptions) -> dep
 def no_step2(model: nn.Module, context: Context, options: AllocationOptions) -> depth.Blocks:
     records, split = hetdpt.allocate(model, context, options)
     orders = collection.removal_orders(records)
-    return {kind: orders[kind][:count] for kind, count in zip(KINDS, split, strict=True)}
+    return {kind: orders[kind][:count] for kind, count in zip(GATED, split, strict=True)}
 
 
 def no_step1(model: nn.Module, context: Context, options: DirectOptions) -> depth.Blocks:
     context.progress.stage("direct importance: learnable scores without a budget per type")
     candidates = {site.name for site in depth.all_layers(model, context.family)}
-    return search.search(model, context, options, [frozenset(KINDS)] * options.pruned_layers, candidates)
+    return search.search(model, context, options, [frozenset(GATED)] * options.pruned_layers, candidates)
 
 
 def named(options: FixedOptions) -> depth.Blocks:
@@ -59,7 +59,7 @@ def pick(model: nn.Module, family: Family, options: RandomOptions, seed: int = 0
     Raises PlanError if there are too few.
     """
     depth.spread_layers(model, family, options)
-    sites = [site for site in family.sites(model) if site.kind in KINDS]
+    sites = [site for site in family.sites(model) if site.kind in GATED]
     if options.pick == "last":
         sites.reverse()
     if options.pick == "random":
@@ -67,8 +67,8 @@ def pick(model: nn.Module, family: Family, options: RandomOptions, seed: int = 0
         sites = [sites[i] for i in order]
     left = most = {kind: max(0, len(own) - 1) for kind, own in depth.layers(model, family).items()}
     if options.attention is not None:
-        left = dict(zip(KINDS, (options.attention, options.pruned_layers - options.attention), strict=True))
-        if any(not 0 <= left[kind] <= most[kind] for kind in KINDS):
+        left = dict(zip(GATED, (options.attention, options.pruned_layers - options.attention), strict=True))
+        if any(not 0 <= left[kind] <= most[kind] for kind in GATED):
             requested = f"attention is {options.attention} of pruned_layers {options.pruned_layers}"
             removable = f"{most['attention']} attentions and {most['activation']} activations can be removed"
             raise PlanError(f"{requested}, but at most {removable}", hint="change attention or pruned_layers")

@@ -53,7 +53,7 @@ SPREAD = "arbitrary, spread evenly over the depth; other layers of that number m
 class Choice:
     """How a step chooses what to remove, a few words each, for the report.
 
-    by: a search, a publication, chance. on: the model that was measured for it, with `{}` for the one that the step
+    by: such as search, published, chance. on: the model that was measured for it, with `{}` for the one that the step
     receives; None: nothing was measured. unscored: how a plan of the same size is chosen when nothing is trained or
     scored; None: it is the same plan.
     """
@@ -221,7 +221,7 @@ def load_handed_over(model: nn.Module, folder: Path, plan: Plan, runtime: Runtim
 
 @dataclass(frozen=True)
 class Context:
-    """Data, settings and folder of one step.
+    """Data, settings and folder of one step. A method never edits its input model, and never reads `data.test`.
 
     plan: what was already done to the model that the method receives. folder: of this step, for measurements and resume
     state. train: options of [finetune], the default for batch size and augmentation. teacher(): the teacher of the
@@ -245,7 +245,7 @@ class Context:
     _names: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def memo(self, name: str, compute: Callable[[], Any]) -> Any:
-        """The JSON data of `compute()`, computed once and kept in `folder` as `name`.json; every process gets the same.
+        """The JSON data of `compute()`, kept in `folder` as `name`.json. All processes call it; the first one counts.
 
         Raises VitcompressError for a second call with this name, which would return the data of the first.
         """

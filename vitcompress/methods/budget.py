@@ -74,19 +74,19 @@ def align(count: int, size: int, unit: int, *, down: bool = False) -> int:
 class Ranking:
     """Ranked groups and the share of their channels to keep.
 
-    keep: scope -> share of its channels. units: kind -> number of which kept widths are multiples, by default 1. down:
-    round down, as the released isomorphic pruning does, instead of to the nearest multiple. Raises PlanError if a unit
-    is larger than a width that is pruned.
+    keep: scope -> share of its channels. multiples: kind -> number that kept widths are multiples of; none: 1. down:
+    round down, as the released isomorphic pruning does, instead of to the nearest multiple. Raises PlanError if such a
+    number is larger than a width that is pruned.
     """
 
     groups: tuple[Group, ...]
     keep: Mapping[str, float]
-    units: Mapping[str, int] = field(default_factory=dict)
+    multiples: Mapping[str, int] = field(default_factory=dict)
     down: bool = False
 
     def __post_init__(self) -> None:
         for group in self.groups:
-            if (unit := self.units.get(group.kind, 1)) > group.size and self.keep[group.scope] < 1:
+            if (unit := self.multiples.get(group.kind, 1)) > group.size and self.keep[group.scope] < 1:
                 message = f"{group.kind} widths must be multiples of {unit}, but {group.name} has only {group.size}"
                 hint = f"set align.{group.kind} (or round_to) of the step to {group.size} or less"
                 raise PlanError(message, hint=hint)
@@ -103,7 +103,7 @@ class Ranking:
         return scopes
 
     def counts(self, strength: float = 0.5, *, fixed: Counts | None = None) -> Counts:
-        """Group -> number of kept channels, aligned; at least one unit each.
+        """Group -> number of kept channels: its part of the best floor(share * channels) of the scope, aligned, not 0.
 
         strength: 0 keeps everything, 0.5 the shares in `keep`, 1 the minimum. In between shares are raised to the power
             strength / (1 - strength), so that scopes shrink in proportion. fixed: groups with another number.
@@ -113,7 +113,8 @@ class Ranking:
             best = owners[: int(len(owners) * scale_share(self.keep[scope], strength))]
             numbers = torch.bincount(best, minlength=len(groups)).tolist()
             for group, number in zip(groups, numbers, strict=True):
-                counts[group.name] = align(max(1, number), group.size, self.units.get(group.kind, 1), down=self.down)
+                multiple = self.multiples.get(group.kind, 1)
+                counts[group.name] = align(max(1, number), group.size, multiple, down=self.down)
         return counts | (fixed or {})
 
 
@@ -159,8 +160,8 @@ def solve(ranking: Ranking, target: Target[Counts]) -> tuple[Counts, dict[str, f
     is out of reach.
     """
     least, most = check_reach(ranking.counts(0.0), ranking.counts(1.0), target)
-    free = bisect((ranking if target.runtime else replace(ranking, units={}, down=False)).counts, target)[0]
-    results, unit = list[tuple[Counts, float]](), ranking.units.get("residual", 1)
+    free = bisect((ranking if target.runtime else replace(ranking, multiples={}, down=False)).counts, target)[0]
+    results, unit = list[tuple[Counts, float]](), ranking.multiples.get("residual", 1)
     streams = [group for group in ranking.groups if group.kind == "residual"]
     for shift in (0, -1, 1):
         residual = {group.name: align(free[group.name] + shift * unit, group.size, unit) for group in streams}

@@ -1,4 +1,4 @@
-"""What methods measure and train on: a balanced part of the training images, or held-out images; never test images."""
+"""Training and held-out images for methods, never test images. Ranges of int8 are in `pipeline.calibration`."""
 
 from dataclasses import replace
 from typing import Any

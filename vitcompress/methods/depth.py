@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vitcompress import surgery
 from vitcompress.errors import PlanError
-from vitcompress.families import KINDS, Family, Site, SiteKind, family_of
+from vitcompress.families import GATED, Family, Site, SiteKind, family_of
 from vitcompress.families.gated_ffn import freeze_gates
 from vitcompress.io.text import suggest_range
 from vitcompress.methods.base import MEASURED_LAYERS, Context, Method, StepInfo, read_memo
@@ -30,7 +30,7 @@ MEAN_GATES = "mean_gates"  # file of the constant gates of layers that fade out
 def layers(model: nn.Module, family: Family) -> dict[SiteKind, tuple[Site, ...]]:
     """The attentions and the activations of `model`, in forward order."""
     sites = family.sites(model)
-    return {kind: tuple(site for site in sites if site.kind == kind) for kind in KINDS}
+    return {kind: tuple(site for site in sites if site.kind == kind) for kind in GATED}
 
 
 def all_layers(model: nn.Module, family: Family) -> list[Site]:
@@ -47,7 +47,7 @@ def resize(options: Any, model: nn.Module, family: Family, strength: float) -> A
 def blocks_of(sites: Iterable[Site]) -> dict[SiteKind, list[int]]:
     """The blocks of these attentions and activations, in forward order."""
     chosen = sorted(sites, key=lambda site: site.index)
-    return {kind: [site.index for site in chosen if site.kind == kind] for kind in KINDS}
+    return {kind: [site.index for site in chosen if site.kind == kind] for kind in GATED}
 
 
 def check_kinds(model: nn.Module, family: Family, kinds: Sequence[SiteKind]) -> None:
@@ -57,7 +57,7 @@ def check_kinds(model: nn.Module, family: Family, kinds: Sequence[SiteKind]) -> 
 
 
 def spread_layers(
-    model: nn.Module, family: Family, options: DepthOptions, kinds: Sequence[SiteKind] = KINDS
+    model: nn.Module, family: Family, options: DepthOptions, kinds: Sequence[SiteKind] = GATED
 ) -> dict[SiteKind, list[int]]:
     """Layers of a structure without scores: spread evenly over the depth and over `kinds`.
 
@@ -89,7 +89,7 @@ def plan_layers(model: nn.Module, base: Plan, removed: Blocks, options: BypassOp
     sites = family.sites(model)
     if removed.get("activation"):
         check_kinds(model, family, ("activation",))
-    for kind in KINDS:
+    for kind in GATED:
         blocks = [site.index for site in sites if site.kind == kind]
         if missing := sorted(set(removed.get(kind, ())) - set(blocks)):
             raise PlanError(f"no {kind} to remove in block {missing[0]}; blocks that have one: {blocks}")
@@ -104,7 +104,7 @@ def plan_layers(model: nn.Module, base: Plan, removed: Blocks, options: BypassOp
             bypasses[site.name] = options.attention_bypass if site.kind == "attention" else "identity"
     appended = {}
     if options.both_pruned_output_act == "gelu" and not family.not_foldable(model):
-        left = {site.block for site in sites if site.kind in KINDS and site not in gone}
+        left = {site.block for site in sites if site.kind in GATED and site not in gone}
         appended = {site.block: "gelu" for site in sites if site in gone and site.block not in left}
     return base.delta(removed=bypasses, appended=appended)
 
@@ -115,7 +115,7 @@ def record_choice(model: nn.Module, context: Context, chosen: Blocks, options: B
     The weights of a SwiGLU model are handed over with constant gates. If the layers fade out during the recovery, it
     reads the constants with `read_mean_gates` instead.
     """
-    removed = {kind: sorted(chosen.get(kind, ())) for kind in KINDS}
+    removed = {kind: sorted(chosen.get(kind, ())) for kind in GATED}
     plan = plan_layers(model, context.plan, removed, options)
     both = sorted(set(removed["attention"]) & set(removed["activation"]))
 

@@ -3,7 +3,7 @@
 Fang et al., ECCV 2024, https://arxiv.org/abs/2407.04616. Four kinds compete among themselves: residual width, hidden
 channels of all FFNs, channels within the heads of an attention, and heads. Scores (`methods.scores`) are divided by the
 mean of their group, so the number of channels that a block keeps depends on how unequal its scores are, not on how
-large they are. An attention keeps the same channels in all of its heads and in q, k and v.
+large they are. An attention keeps the same channels in all of its heads, and in q, k and v if they are equally wide.
 
 Differs from the released code: the dense softmax scale is kept (`attention_scale`), every attention keeps a head,
 widths are aligned for the runtimes and the shares can be scaled to reach a target (`round_to` and `target = "ratios"`
@@ -118,8 +118,8 @@ def _rank(spaces: Sequence[Space], scores: Scores, options: Options) -> Ranking:
     groups = groups_of(spaces, scores, options.scope)
     shares = {"head": options.keep_heads, "head_dim": options.keep_head_dim}
     keep = {g.scope: options.keep_ratio if g.scope == ALL else shares.get(g.kind, options.keep_ratio) for g in groups}
-    units = {kind: options.round_to or unit for kind, unit in asdict(options.align).items()}
-    return Ranking(groups, keep, units, down=options.round_to is not None)
+    multiples = {kind: options.round_to or number for kind, number in asdict(options.align).items()}
+    return Ranking(groups, keep, multiples, down=options.round_to is not None)
 
 
 def _choose(

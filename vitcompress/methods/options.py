@@ -191,7 +191,7 @@ class IsomorphicOptions(LatencyOptions):
     ] = "ratios"  # type: ignore[assignment]
     amount: Annotated[float | None, Gt(0), Doc("G MACs, M parameters or ms on `latency_on`, as `target` says")] = None
     align: Annotated[Alignment, Doc("multiples that widths are kept at")] = field(default_factory=Alignment)
-    round_to: Annotated[Multiple | None, Doc("one multiple for all widths, rounded down as published")] = None
+    round_to: Annotated[Multiple | None, Doc("one multiple of all widths but heads, rounded down as published")] = None
     scope: Annotated[
         Scope,
         Doc("what is ranked together: one kind, everything but heads (`global`), or one layer (`local`: equal blocks)"),

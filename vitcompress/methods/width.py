@@ -4,7 +4,7 @@ The groups are those of isomorphic pruning (Fang et al., ECCV 2024): residual st
 and the channels within heads, which all heads of an attention and its q, k and v share.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,8 +28,8 @@ ALL = "all"  # the common scope of everything but heads
 def groups_of(spaces: Sequence[Space], scores: Scores, scope: Scope) -> tuple[Group, ...]:
     """The groups of a model: every residual stream and FFN; the heads of every attention, and the channels within them.
 
-    scope: groups that share a threshold: of one kind and equal topology (`isomorphic`), everything but heads
-        (`global`), or none (`local`).
+    scope: groups that share a threshold: those of one kind and equal topology, such as the heads of all attentions
+        (`isomorphic`); all but heads (`global`); or each group has its own (`local`).
     """
 
     def group(name: str, kind: Kind, values: Tensor, topology: str = "") -> Group:
@@ -71,19 +71,17 @@ class Candidates:
     def delta(self, counts: Counts) -> Plan:
         """The plan that keeps the best `counts` channels of every group, in addition to `base`."""
         best = {group.name: group.best(counts[group.name]) for group in self.groups}
-        kept: dict[str, tuple[int, ...]] = {}
-        heads: dict[str, int] = {}
-        for space in self.spaces:
-            channels = best.get(space.name, tuple(range(space.size)))  # reduced keys and values keep all channels
-            if space.attention:
-                width, chosen = space.size // space.heads, best[space.attention]
-                group = next(name for name, own in _head_dims(self.spaces, space.attention).items() if space in own)
-                channels = tuple(head * width + dim for head in chosen for dim in best.get(group, range(width)))
-                if len(chosen) < space.heads:
-                    heads[space.attention] = len(chosen)
-            if len(channels) < space.size:
-                kept[space.name] = channels
+        kept = {s.name: channels for s in self.spaces if len(channels := self._channels(s, best)) < s.size}
+        heads = {s.attention: count for s in self.spaces if s.attention and (count := len(best[s.attention])) < s.heads}
         return self.base.delta(kept=kept, heads=heads)
+
+    def _channels(self, space: Space, best: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        """The channels of `space` that stay. best: group -> its channels, heads, or channels within heads."""
+        if not space.attention:
+            return best.get(space.name, tuple(range(space.size)))  # reduced keys and values keep all channels
+        width = space.size // space.heads
+        group = next(name for name, own in _head_dims(self.spaces, space.attention).items() if space in own)
+        return tuple(head * width + dim for head in best[space.attention] for dim in best.get(group, range(width)))
 
     @cached_property
     def cost(self) -> Callable[[Counts], Cost]:

@@ -49,7 +49,7 @@ def save_model(model: nn.Module, folder: str | Path, classes: Sequence[str] | No
         raise ArtifactError(f"{folder} is {'not empty' if folder.is_dir() else 'a file'}", hint="choose a new folder")
     model = create.prepared(model)
     if classes is not None:
-        create.check_class_names(classes, model)
+        create.check_class_count(classes, model)
         plan = create.name_classes(plan, classes)
     write_model(folder, model, plan)
     write_manifest(folder)

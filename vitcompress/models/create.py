@@ -255,7 +255,7 @@ def name_classes(plan: Plan, names: Sequence[str]) -> Plan:
     return replace(plan, arch_args=with_class_names(plan.arch_args, names), standard=standard)
 
 
-def check_class_names(names: Sequence[str], model: nn.Module) -> None:
+def check_class_count(names: Sequence[str], model: nn.Module) -> None:
     """Raise InputError if `model` has another number of classes."""
     if len(names) != (count := getattr(model, "num_classes", None)):
         hint = "give one name per class, in the order of the classifier's outputs"

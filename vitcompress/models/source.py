@@ -114,7 +114,7 @@ def resolve_model(
     config, count = create.input_config(blank), int(getattr(blank, "num_classes", 0))
     overlay |= {name: value for name, value in values.items() if value != _plain(getattr(config, name))}
     if class_names:
-        create.check_class_names(class_names, blank)
+        create.check_class_count(class_names, blank)
     names = tuple(class_names) or (file.class_names if len(file.class_names) == count else ())
     sources |= {"model": FROM_RECIPE, **value_sources}
     facts = _facts(blank)

@@ -44,7 +44,7 @@ class Calibration:
     """Called with the ONNX file of `model` in fp32, returns its ranges (`ModelInfo.calibrate`).
 
     training: images of the training data; None: those of the run in `files`. files: the folder that keeps the ranges,
-    if it has a plan.
+    if it has a plan: one file for each combination of model, plan, images and settings.
     """
 
     model: nn.Module
@@ -125,7 +125,7 @@ def train_quantized(job: Job) -> None:
         return
     assert job.data is not None
     job.progress.stage(f"Train the folded model in {options.precision}")
-    weights = files.folded if files.folded.is_file() else files.weights
+    weights = files.unquantized if files.unquantized.is_file() else files.weights
     model = job.runtime.broadcast(load_model_files(files.plan, weights) if job.runtime.is_main else None)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     settings = job.runtime.broadcast(_measure_settings(job, model) if job.runtime.is_main else None)
@@ -133,7 +133,7 @@ def train_quantized(job: Job) -> None:
     controls = TrainingControls(teacher_for(job, load_dense(job)))
     train_model(job, module, job.quantized_training, files.quantized_state, "quantized", files.quantized, controls)
     if job.runtime.is_main:
-        save_tensors(files.folded, before, {"plan": read_plan(files.plan).digest})
+        save_tensors(files.unquantized, before, {"plan": read_plan(files.plan).digest})
         write_model(files.path, model, read_plan(files.plan))
         ranges = {name: value.item() for name, value in module.ranges().items()}
         write_json(files.trained_ranges, {"model": model_digest(model, settings.precision), "ranges": ranges})

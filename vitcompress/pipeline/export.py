@@ -28,7 +28,7 @@ from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.text import format_percent, format_speedup
 from vitcompress.models.checkpoint import load_model
 from vitcompress.models.cost import count_by_module
-from vitcompress.models.create import check_class_names, class_names_of, current_plan, input_config
+from vitcompress.models.create import check_class_count, class_names_of, current_plan, input_config
 from vitcompress.pipeline.calibration import Calibration
 from vitcompress.pipeline.fp32_layers import NO_RANGES, LayerSearch, best_evaluator, rank_layers, search
 from vitcompress.pipeline.job import Job
@@ -67,7 +67,7 @@ def write_export(
     exporter.check_model(model, options)
     classes = classes or class_names_of(model)
     if classes:
-        check_class_names(classes, model)
+        check_class_count(classes, model)
     about: ModelInfo = {"input": input_config(model), "classes": classes, "plan_digest": current_plan(model).digest}
     about["traces"] = {} if traces is None else traces
     if calibration is not None:

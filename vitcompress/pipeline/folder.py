@@ -152,7 +152,7 @@ def open_folder(folder: Path, recipe: Recipe, *, structure_only: bool, fresh: bo
     changed.
     """
     files, text = RunFolder(folder), recipe_text(recipe, structure_only=structure_only)
-    with claim_folder(files.state):
+    with claim_folder(files.state):  # the lock of a run is in its state folder
         _check_content(files, text, fresh)
         for path in _old_files(folder) if fresh else ():
             _remove(path)

@@ -103,7 +103,7 @@ def _plan_step(job: Job, dense: nn.Module, step: JobStep, model: nn.Module, plan
 
 
 def recover(job: Job) -> None:
-    """Fine-tune the pruned model and save it before folding.
+    """Read the finished steps, fine-tune the pruned model, and save it before folding.
 
     It starts from the dense weights (HetDPT, stage 2), or from those that the last step trained.
     """

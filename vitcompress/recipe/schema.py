@@ -88,7 +88,10 @@ class RunTable:
     device: Annotated[str, Doc("`auto`, `cpu`, `cuda`, `cuda:1`, `mps`")] = "auto"
     amp: Annotated[Literal["none", "fp16", "bf16"], Doc("half precision while training")] = "none"
     threads: Annotated[
-        int | None, Ge(1), Le(1024), Doc("of torch on the CPU; None: torch's choice. Tiny models train fastest with 1")
+        int | None,
+        Ge(1),
+        Le(1024),
+        Doc("of torch on the CPU, up to folding; None: its default. Tiny models train fastest with 1"),
     ] = None
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitcompress.errors import PlanError
-from vitcompress.families import KINDS, Family
+from vitcompress.families import GATED, Family
 from vitcompress.families.edited_block import SITE_PARTS
 from vitcompress.families.gated_ffn import gate_at_bias
 from vitcompress.plan import Plan
@@ -62,7 +62,7 @@ class GatedModel(nn.Module):
 
     def __init__(self, model: nn.Module, family: Family, plan: Plan, gate_means: Mapping[str, Tensor]) -> None:
         super().__init__()
-        own = [site for site in family.sites(model) if site.kind in KINDS]
+        own = [site for site in family.sites(model) if site.kind in GATED]
         sites = [site for site in own if site.name in plan.removed or site.gates in plan.removed]
         gateable = {name for site in sites for name in (site.name, site.gates)}
         if unknown := [name for name in plan.removed if name not in gateable]:

@@ -82,7 +82,8 @@ def _inputs(model: nn.Module, names: Iterable[str], images: Tensor) -> dict[str,
 def fold_folder_checks(files: RunFolder, model: nn.Module, plan: Plan, images: Tensor) -> Iterator[Check]:
     """Check all folds of a run: those of the deployed `model`, and those between pruning steps."""
     if files.unfolded.is_file():
-        model = load_model_files(files.plan, files.folded) if files.folded.is_file() else model  # before more training
+        if files.unquantized.is_file():  # the weights of the folds, before more training
+            model = load_model_files(files.plan, files.unquantized)
         unfolded, before = load_model_files(files.unfolded_plan, files.unfolded), read_plan(files.unfolded_plan)
         yield from fold_checks(unfolded, model, [name for name in plan.folded if name not in before.folded], images)
     else:

@@ -20,7 +20,7 @@ One number d for each precision, its share, limits how much the logits may chang
 d is 0.1 % in fp32, 1 % with eleven significant bits (tf32, fp16) and, as roundings are eight times as large with eight
 bits, 8 % in bf16. In int8 half a step is 2^-8 of the largest value, as a rounding of bf16 is, so that d is 8 % too. In
 fp8 roundings of Gaussian values are three times as large as in int8 with a range of four standard deviations (2.6 % of
-one and 0.9 %): d is 24 %. The error is at most what the steps of the file explain (`tolerance.quantization_limit`).
+one and 0.9 %): d is 24 %. The error is also limited by what the file's steps explain (`tolerance.quantization_limit`).
 
 saturation: an ONNX file in int8 is also computed with exact integer products. Processors without VNNI may add them in
 16 bits; served and exact logits must not differ by more than half of what int8 itself changes. emulation: nor may exact

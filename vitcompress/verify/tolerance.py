@@ -239,7 +239,7 @@ def _factor(p: float) -> float:
 def _limit(wide: nn.Module, images: Tensor, perturbed: Callable[[Tensor], Tensor], scale: float) -> Rounding:
     """The limits that errors of `scale` times those of `perturbed` exceed with a probability of at most FALSE_ALARMS.
 
-    Both are drawn on the first of the images only.
+    Both are drawn on the first `BATCH` images only, fewer if the model has many classes.
     """
     images = images.to(next(wide.parameters()).dtype)
     x = images[: min(BATCH, 1 + LOGITS // wide(images[:1]).shape[-1])]

@@ -87,11 +87,14 @@ def compare_tensors(model: nn.Module, contents: Contents, rows: Iterable[Planned
     if settings := read_quantization(decode_json_values(contents.metadata)):  # other files store exact values
         matches |= _match_quantized(missing, contents.tensors, settings.half)
         missing = {name: tensor for name, tensor in missing.items() if name not in matches}
-    constants, unknown, gathered = list[Stored](), list[Stored](), set[str | None]()
+    constants, unknown, gathered = list[Stored](), list[Stored](), set[str]()
     for stored in (stored for stored in contents.tensors if stored not in matches.values()):
-        source = _find_gathered(stored, missing, tensors)
-        gathered.add(source)
-        (constants if source or _is_constant(stored) else unknown).append(stored)
+        if source := _find_gathered(stored, missing, tensors):
+            gathered.add(source)
+        if source or _is_constant(stored):
+            constants.append(stored)
+        else:
+            unknown.append(stored)
     dense = {name: shape for row in rows if row.change != "kept" for name, shape in row.dense.items()}
     problems = [f"{x.name} ({format_shape(x.shape)}) {_describe(x, matches, dense)}" for x in unknown]
     for name, tensor in missing.items():

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from vitcompress.families import KINDS, Family, Site, SiteKind
+from vitcompress.families import GATED, Family, Site, SiteKind
 from vitcompress.methods import transfer_entropy
 from vitcompress.methods.base import Context, Estimate, reject_unused
 from vitcompress.methods.calibration import accuracy, calibration_images, search_options, training_subset
@@ -68,13 +68,13 @@ def check_options(options: CollectionOptions) -> None:
 
 def removal_orders(records: Sequence[Record]) -> dict[SiteKind, list[int]]:
     """Block numbers of each type in the order in which its single-type chain removed them."""
-    return {kind: max((r[kind] for r in records if r["chain"] == kind), key=len, default=[]) for kind in KINDS}
+    return {kind: max((r[kind] for r in records if r["chain"] == kind), key=len, default=[]) for kind in GATED}
 
 
 def estimate(model: nn.Module, family: Family, options: AllocationOptions) -> list[Estimate]:
     """The trainings and measurements of step 1."""
     left = {kind: len(sites) for kind, sites in layers(model, family).items()}
-    candidates = [left[kind] - number for kind in KINDS for number in range(_rounds(left[kind], options))]
+    candidates = [left[kind] - number for kind in GATED for number in range(_rounds(left[kind], options))]
     for number, kind in enumerate(_interleaved(options.collection)):
         if left[kind] < 2:
             break
@@ -94,13 +94,13 @@ def _rounds(layers: int, options: AllocationOptions) -> int:
 
 def _interleaved(options: CollectionOptions) -> list[SiteKind]:
     """The types of the interleaved chain in order of removal."""
-    order = KINDS if options.order == "attention_first" else KINDS[::-1]
+    order = GATED if options.order == "attention_first" else GATED[::-1]
     return [order[number % 2] for number in range(options.interleaved)]
 
 
 def rows(records: Sequence[Record], counts: dict[SiteKind, int]) -> Array:
     """The points of the accuracy predictor, (records, 3). counts: layers of each type in the dense model."""
-    return np.array([[*(1 - len(r[kind]) / counts[kind] for kind in KINDS), r["accuracy"]] for r in records])
+    return np.array([[*(1 - len(r[kind]) / counts[kind] for kind in GATED), r["accuracy"]] for r in records])
 
 
 class Collector:
@@ -121,7 +121,7 @@ class Collector:
         self.shared = f"{mixed[0]}_01" if mixed else ""
         single = {
             kind: self._chain(kind, [kind] * _rounds(len(self.sites[kind]), self.options))
-            for kind in dict.fromkeys((*mixed, *KINDS))
+            for kind in dict.fromkeys((*mixed, *GATED))
         }
         start = single[mixed[0]][:1] if mixed else []
         interleaved = self._chain("interleaved", mixed, start)
@@ -161,7 +161,7 @@ class Collector:
 
         chosen = context.memo(f"te_{key}", measure)["chosen"]
         index = next(site.index for site in self.sites[kind] if site.name == chosen)
-        removed: Record = {k: list(records[-1][k]) if records else [] for k in KINDS}
+        removed: Record = {k: list(records[-1][k]) if records else [] for k in GATED}
         removed[kind].append(index)
         record: Record = {"key": key, "chain": chain, "removed": chosen, **removed}
         model = self._remove(before, record)
@@ -188,7 +188,7 @@ class Collector:
     def _remove(self, source: nn.Module, record: Record) -> nn.Module:
         """A copy of `source` without those layers of `record` that it still has."""
         left = layers(source, self.context.family)
-        removed = {kind: [site.index for site in left[kind] if site.index in record[kind]] for kind in KINDS}
+        removed = {kind: [site.index for site in left[kind] if site.index in record[kind]] for kind in GATED}
         return remove_layers(source, self.context, removed, self.options).to(self.context.runtime.device)
 
     def _forget(self, records: Sequence[Record]) -> None:
@@ -215,7 +215,7 @@ def gradient_disparity(model: nn.Module, context: Context, options: AllocationOp
         batches += 1
     magnitude, mean = (context.runtime.all_sum(sums) / context.runtime.all_sum(batches)).tolist()
     rows = [{**identify(site), "magnitude": magnitude[i], "mean": mean[i]} for i, site in enumerate(gated.sites)]
-    return sorted(rows, key=lambda row: KINDS.index(row["kind"]))
+    return sorted(rows, key=lambda row: GATED.index(row["kind"]))
 
 
 def recovery_asymmetry(model: nn.Module, context: Context, options: AllocationOptions) -> list[Record]:

@@ -19,7 +19,7 @@ from typing import Literal
 from torch import nn
 
 from vitcompress.errors import PlanError
-from vitcompress.families import KINDS, Family, SiteKind
+from vitcompress.families import GATED, Family, SiteKind
 from vitcompress.methods import depth
 from vitcompress.methods.base import PUBLISHED, TRAINED, Context, Estimate, StepInfo, reject_unused
 from vitcompress.methods.depth import Blocks
@@ -79,8 +79,8 @@ def split_cost(
 ) -> float:
     """MACs of a split, folded: without the layers that the chains removed first, and then the first others."""
     orders, layers = collection.removal_orders(records), depth.layers(model, context.family)
-    ranked = {kind: list(dict.fromkeys((*orders[kind], *(site.index for site in layers[kind])))) for kind in KINDS}
-    removed = {kind: ranked[kind][:count] for kind, count in zip(KINDS, split, strict=True)}
+    ranked = {kind: list(dict.fromkeys((*orders[kind], *(site.index for site in layers[kind])))) for kind in GATED}
+    removed = {kind: ranked[kind][:count] for kind, count in zip(GATED, split, strict=True)}
     deployed = deploy(model, context.plan, depth.plan_layers(model, context.plan, removed, options))
     return float(count_cost(deployed, context.input.size).macs)
 
@@ -105,7 +105,7 @@ def spread_steps(model: nn.Module, family: Family, options: AllocationOptions | 
     too few rounds for one.
     """
     if isinstance(options, AllocationOptions):
-        depth.check_kinds(model, family, KINDS)
+        depth.check_kinds(model, family, GATED)
         collection.check_options(options.collection)
         counts = [len(own) for own in depth.layers(model, family).values()]
         splits = feasible_splits((counts[0], counts[1]), options.pruned_layers, options.min_pruned_per_type)
@@ -150,7 +150,7 @@ def describe(options: Options) -> StepInfo:
 
 def _listed(options: Options, which: Literal["published", "example"]) -> Blocks:
     """The block numbers of the recipe. Raises PlanError unless there are `pruned_layers` of them."""
-    lists: dict[SiteKind, Indices] = {kind: getattr(options, f"{which}_{kind}") for kind in KINDS}
+    lists: dict[SiteKind, Indices] = {kind: getattr(options, f"{which}_{kind}") for kind in GATED}
     count, budget = sum(len(set(numbers)) for numbers in lists.values()), options.pruned_layers
     if count != budget or count != sum(map(len, lists.values())):
         message = f"{which}_attention and {which}_activation name {count} different layers, pruned_layers is {budget}"

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from vitcompress.families import KINDS, SiteKind
+from vitcompress.families import GATED, SiteKind
 from vitcompress.io.files import read_json, write_json
 from vitcompress.methods.base import Context, Estimate
 from vitcompress.methods.calibration import training_subset
@@ -77,7 +77,7 @@ def _train(
     dense: nn.Module, context: Context, options: DirectOptions, events: Sequence[Event], names: Collection[str]
 ) -> Record:
     """Train; return the block numbers per type, in the order of the recorded epochs."""
-    sites = {site.name: site for site in context.family.sites(dense) if site.kind in KINDS}
+    sites = {site.name: site for site in context.family.sites(dense) if site.kind in GATED}
     model, runtime = gate_layers(dense, context, list(sites.values()), options), context.runtime
     removals, path = removal_epochs(len(events), options.search.factor), context.folder / "search_epochs.json"
 
@@ -107,7 +107,7 @@ def _train(
     context.run_training(model, images, None, settings, "search", label="step 2, importance search", controls=controls)
     order = runtime.broadcast([r["removed"] for r in read_json(path) if r["removed"]] if runtime.is_main else None)
     return {
-        **{kind: [sites[name].index for name in order if sites[name].kind == kind] for kind in KINDS},
+        **{kind: [sites[name].index for name in order if sites[name].kind == kind] for kind in GATED},
         "order": order,
         "removal_epochs": removals,
         "sites": {site.name: {"kind": site.kind, "index": site.index} for site in model.sites},

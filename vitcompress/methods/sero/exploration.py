@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vitcompress.errors import InputError
 from vitcompress.families import Family
 from vitcompress.methods.options import SeroOptions
-from vitcompress.methods.sero.layout import KINDS, Live, project, unit_spaces
+from vitcompress.methods.sero.layout import UNIT_KINDS, Live, project, unit_spaces
 from vitcompress.surgery.masks import mask_channels
 from vitcompress.training.distributed import derived_seed
 
@@ -24,7 +24,7 @@ STATE = ("scores", "sparsity", "skipped", "revived", "trace")
 
 
 def sparsity_at(options: SeroOptions, epoch: int, step: int, steps: int) -> float:
-    """Share of units to mask: cubic after the warm-up, T counting all epochs; in the last one the requested share."""
+    """Share of units to mask: 0 in the warm-up, s (1 - (1 - t / T)^3) after it, T all epochs; s in the last epoch."""
     if epoch == options.epochs - 1:
         return options.sparsity
     if epoch < options.warmup_epochs:
@@ -52,7 +52,7 @@ class Exploration:
         self.live: Live = {space.name: np.ones(space.size, dtype=bool) for space in self.spaces}
         self.scores: dict[str, list[float]] = {space.name: [] for space in self.spaces}
         self.sparsity = 0.0
-        self.skipped, self.revived = 0, dict.fromkeys(KINDS, 0)
+        self.skipped, self.revived = 0, dict.fromkeys(UNIT_KINDS, 0)
         self.trace: list[dict[str, object]] = []
         self._refresh_is_next, self._seen, self._before = False, Ranks(), list[Tensor]()
         self._masks = ExitStack()
@@ -144,7 +144,7 @@ class Exploration:
 
     def counts(self) -> dict[str, list[int]]:
         """Kind -> [live units, all units]."""
-        own = {kind: [self.live[space.name] for space in self.spaces if space.kind == kind] for kind in KINDS}
+        own = {kind: [self.live[space.name] for space in self.spaces if space.kind == kind] for kind in UNIT_KINDS}
         return {kind: [sum(int(live.sum()) for live in of), sum(map(len, of))] for kind, of in own.items()}
 
     def state(self) -> dict[str, object]:

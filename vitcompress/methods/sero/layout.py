@@ -22,7 +22,7 @@ from vitcompress.plan import Plan
 
 Scores = Mapping[str, np.ndarray]
 Live = dict[str, np.ndarray]  # space -> whether each channel is live, (channels,)
-KINDS = ("qk", "v", "mlp")
+UNIT_KINDS = ("qk", "v", "mlp")
 TIED_WIDTH = 16  # smallest head width of fused attention kernels
 
 
@@ -55,7 +55,7 @@ class _Ladder:
 
 def prunable(spaces: Iterable[Space]) -> tuple[Space, ...]:
     """The spaces that lose channels, including those that lose whole heads only."""
-    return tuple(space for space in spaces if space.kind in KINDS)
+    return tuple(space for space in spaces if space.kind in UNIT_KINDS)
 
 
 def unit_spaces(spaces: Iterable[Space]) -> tuple[Space, ...]:
