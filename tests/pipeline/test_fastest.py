@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from vitcompress.bench import suite
 from vitcompress.cli import main
+from vitcompress.errors import InputError
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.runtimes import EXPORTERS
 from vitcompress.exporters.sidecar import read_sidecar
@@ -98,6 +99,15 @@ def test_a_format_that_does_not_run_here_is_rejected_at_once(folder: Path) -> No
         pytest.skip("it runs")
     done = export(folder, "--format", "trt-rtx")
     assert done["code"] == 2 and reason in done["error"] and "tmp" not in done["error"]
+
+
+def test_a_format_without_these_precisions_is_rejected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reject(options: ExportOptions) -> None:
+        raise InputError("only int4")
+
+    monkeypatch.setitem(EXPORTERS, "own", replace(EXPORTERS["onnx"], name="own", check_options=reject))
+    done = export(folder, "--format", "own")
+    assert done["code"] == 2 and "own has none of the precisions fp32, bf16, int8, int8+bf16" in done["error"]
 
 
 def test_a_format_that_does_not_run_here_leaves_the_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

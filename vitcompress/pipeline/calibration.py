@@ -58,7 +58,7 @@ class Calibration:
     @cached_property
     def factors(self) -> Factors:
         """Those of `quantize.smooth` that the file to calibrate has. Raises InputError without images."""
-        return measure_factors(self.model, self._images()) if self.options.smooth else {}
+        return measure_factors(self.model, self._images) if self.options.smooth else {}
 
     def __call__(self, source: Path) -> Mapping[str, float]:
         """Raises InputError without images, and like `calibrate`."""
@@ -72,7 +72,7 @@ class Calibration:
         fixed = check_record(path, trained.get("ranges"), Sizes) if own else {}
         if fixed and self.factors:
             raise InputError("smooth would change layers whose ranges were trained", hint="omit smooth")
-        images, plan = self._images(), current_plan(self.model).digest  # models with equal weights may have other plans
+        images, plan = self._images, current_plan(self.model).digest  # models with equal weights may have other plans
         settings = f"{plan} {precision} {method}{self.factors or ''}{' uint8' * self.options.uint8}"
         cache = self.files.ranges / f"{model_digest(self.model, settings, images)}.json"
         check_unchanged(self.files.path, cache)
@@ -89,6 +89,7 @@ class Calibration:
         self.ranges = {**self.ranges, **fixed}  # layers that a training left in fp32 have none
         return self.ranges
 
+    @cached_property
     def _images(self) -> Tensor:
         images = self.sample(self.options.calibration)
         if len(images) < FEW_IMAGES:

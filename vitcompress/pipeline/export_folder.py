@@ -220,6 +220,8 @@ def choose_fastest(
         with suppress(InputError):  # the format does not have this precision
             exporter.check(ExportOptions(precision=precision))
             candidates.append(Candidate(name, precision))
+    if not candidates:
+        raise InputError(f"{form} has none of the precisions {', '.join(PRECISIONS)}", hint="name one in --precision")
     write = partial(export_folder, folder, dense=dense, traces={})
     with TemporaryDirectory(prefix="vitcompress-") as temporary:
         for candidate in candidates:
