@@ -45,11 +45,11 @@ class ExportOptions:
     islands: Annotated[
         tuple[str, ...],
         BeforeValidator(_as_tuple, tuple[str, ...] | str),
-        Doc("names of modules that stay in fp32 at a lower precision; `auto` searches for the smallest set"),
+        Doc("names of modules that stay in fp32 at a lower precision; `auto` searches for a minimal set"),
     ] = ()
     weight_bits: Annotated[
         Literal[7, 8] | None,
-        Doc("of weights in int8; None: 8 for a GPU, and in OpenVINO with VNNI; otherwise 7, as sums may saturate"),
+        Doc("of weights in int8; None: 8 in engines, and in OpenVINO with VNNI; else 7, as sums may saturate"),
     ] = None
     calibration: Annotated[Positive, Doc("training images on which the ranges of int8 and fp8 are measured")] = 256
     calibration_method: Annotated[

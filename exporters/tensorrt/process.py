@@ -6,6 +6,7 @@ that may be malicious: messages are only data, without pickle, and their sizes a
 
 import json
 import os
+import re
 import subprocess
 import sys
 from contextlib import suppress
@@ -22,9 +23,10 @@ from vitcompress.errors import ArtifactError, DeviceError, VitcompressError
 MAX_LINE = 1 << 24  # the inspector output of a large engine has a few megabytes
 MAX_BYTES = 1 << 34
 EXIT_SECONDS = 10.0  # how long the process may take to end by itself
-# The environment variables that the process inherits: none with tokens or settings of other programs.
+# The environment variables that the process inherits: none with credentials or settings of other programs.
 INHERITED = ("PATH", "LD_LIBRARY_PATH", "HOME", "TMPDIR", "TEMP", "SYSTEMROOT", "LANG")
 INHERITED_PREFIXES = ("CUDA_", "NVIDIA_", "VIRTUAL_ENV", "CONDA_")
+SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL|AUTH", re.IGNORECASE)
 MACHINE_HINT = (
     "an engine runs in a process of its own: the GPU needs free memory, and a compute mode that lets several processes "
     "use it (`nvidia-smi -q -d COMPUTE,MEMORY`); `vitcompress doctor` tests the driver"
@@ -99,7 +101,8 @@ class EngineProcess:
 
 
 def _environment() -> dict[str, str]:
-    inherited = {k: v for k, v in os.environ.items() if k in INHERITED or k.startswith(INHERITED_PREFIXES)}
+    prefixed = {k for k in os.environ if k.startswith(INHERITED_PREFIXES) and not SECRET.search(k)}
+    inherited = {k: v for k, v in os.environ.items() if k in {*INHERITED, *prefixed}}
     package = str(Path(vitcompress.__file__).resolve().parent.parent)
     return {**inherited, "PYTHONPATH": os.pathsep.join([package, *filter(None, sys.path)])}
 

@@ -252,10 +252,12 @@ def test_a_crashed_process_is_an_error_message(engine: Path, monkeypatch: pytest
 
 
 def test_the_process_inherits_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "secret")
+    secrets = {"HF_TOKEN", "NVIDIA_API_KEY", "CONDA_TOKEN", "NVIDIA_NGC_PASSWORD"}
+    for name in secrets:
+        monkeypatch.setenv(name, "secret")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     environment = _environment()
-    assert "HF_TOKEN" not in environment and environment["CUDA_VISIBLE_DEVICES"] == "0" and "PATH" in environment
+    assert not secrets & environment.keys() and environment["CUDA_VISIBLE_DEVICES"] == "0" and "PATH" in environment
 
 
 def test_messages_pass_a_pipe_and_others_are_rejected() -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from itertools import product
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import onnx
@@ -17,14 +18,17 @@ from whole_runs import ENVIRONMENT, SMALL
 
 from vitcompress import cli
 from vitcompress.exporters.onnx.export import export
+from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.quantize.calibrate import calibrate
 from vitcompress.exporters.runtimes import EXPORTERS
 from vitcompress.exporters.sidecar import read_sidecar
+from vitcompress.io import hardware
 from vitcompress.io.files import read_json
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import load_tensors
 from vitcompress.models.checkpoint import load_model, load_model_files
 from vitcompress.models.create import input_config
+from vitcompress.pipeline.export_folder import export_folder
 from vitcompress.recipe.load import load_recipe_of_run
 from vitcompress.training.data import open_data
 from vitcompress.training.metrics import random_images
@@ -82,6 +86,20 @@ def test_ranges_are_measured_on_images_of_the_training_data(finished: RunFolder,
             images = random_images(source, input_config(model), count, recipe.run.seed)
             ranges = {name: pytest.approx(value, rel=1e-4) for name, value in calibrate(plain, images, "int8").items()}
             assert (ranges in known) is same
+
+
+@pytest.mark.skipif(EXPORTERS["openvino"].unavailable() is not None, reason="OpenVINO is not installed")
+@pytest.mark.parametrize(("bits", "expected"), [(None, 7), (8, 8)])
+def test_all_formats_have_the_weight_bits_of_the_training(
+    bits: Literal[8] | None, expected: int, finished: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default of OpenVINO is 8 on a processor with VNNI, but the weights were trained with 7."""
+    monkeypatch.setattr(hardware, "slow_reason", lambda precision: "")
+    options = ExportOptions(precision="int8", calibration=32, weight_bits=bits)
+    exported = export_folder(finished.path, "openvino", options=options, out=tmp_path / "model.xml")
+    assert json.loads(exported.metadata["quantization"])["weight_bits"] == expected
+    wide = export_folder(finished.path, "openvino", out=tmp_path / "wide.xml")
+    assert "quantization" not in wide.metadata
 
 
 def test_a_read_only_folder_is_exported_elsewhere(finished: RunFolder, tmp_path: Path) -> None:

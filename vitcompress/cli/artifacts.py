@@ -16,7 +16,7 @@ from vitcompress.errors import InputError, MissingExtraError
 @click.command()
 @click.argument("folder", type=PATH, metavar="DIR")
 @opt.flag("--require-verified", "Exit code 1 if a check cannot run on this machine.")
-@opt.flag("--adopt", "Write a manifest of all files in a DIR without one if no check fails.")
+@opt.flag("--adopt", "Write a manifest for a DIR without one if no check fails.")
 @opt.require_signed_option
 @common_options
 def verify(folder: Path, require_verified: bool, adopt: bool) -> int:

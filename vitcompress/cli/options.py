@@ -137,7 +137,7 @@ export_options = add_options(
     option("--batch", "Batch sizes of an engine (trt, trt-rtx).", parse_batch_range, "MIN:OPT:MAX"),
     option("--sm", "Compute capabilities, as in 80,89 (trt, trt-rtx).", parse_capabilities, "LIST", **PARTS),
     option("--islands", ISLANDS_HELP, parse_words, "NAMES", **PARTS),
-    option("--weight-bits", "For int8 (default: 8 for GPUs and OpenVINO with VNNI, else 7).", click.IntRange(7, 8)),
+    option("--weight-bits", "For int8 (default: 8 in engines and OpenVINO with VNNI, else 7).", click.IntRange(7, 8)),
     option("--calibration", "Training images that int8 and fp8 use (default: 256).", click.IntRange(1)),
     option("--calibration-method", "How they determine ranges (default: minmax).", click.Choice(METHODS)),
     flag("--smooth", "Move scales of channels from LayerNorms into the next layers (int8, fp8)."),
@@ -159,7 +159,7 @@ preprocessing_options = add_options(
     option("--crop-mode", "How to crop.", click.Choice(["center", "squash", "border"])),
 )
 # The fields of RunnerOptions that all commands with runners share.
-DEVICE_HELP = "cpu, cuda, cuda:1, mps (default: cuda for engines and everything measured beside them, else cpu)."
+DEVICE_HELP = "cpu, cuda, cuda:1, mps (default: cuda for engines, and torch and ONNX beside them; else cpu)."
 PROVIDER_HELP = "ONNX Runtime execution provider, such as CUDAExecutionProvider, or cpu, cuda, tensorrt."
 runner_options = add_options(
     option("--device", DEVICE_HELP, str.lower, "DEVICE"),

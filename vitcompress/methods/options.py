@@ -31,7 +31,7 @@ class LatencyOptions:
     amount: Annotated[float | None, Gt(0), Doc("ms per call, with target = latency")] = None
     latency_on: Annotated[Literal["onnxruntime", "openvino", "torch"], Doc("runtime of a latency")] = "onnxruntime"
     latency_batch: Annotated[Count, Doc("images per call of a latency; None: bench.batch, or 1")] = None
-    latency_threads: Annotated[Count, Le(1024), Doc("CPU threads of the runtime; None: its default")] = None
+    latency_threads: Annotated[Count, Le(1024), Doc("on the CPU; None: run.threads for torch, else the default")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +160,7 @@ class RandomOptions(DepthOptions):
         Literal["random", "first", "last"],
         Doc("`random` by the run's seed, or `first` or `last` in forward order (attention before activation)"),
     ] = "random"
-    attention: Annotated[int | None, Ge(0), Doc("number of attentions among them; None: random")] = None
+    attention: Annotated[int | None, Ge(0), Doc("number of attentions among them; None: as `pick` takes them")] = None
 
 
 Scope = Literal["isomorphic", "global", "local"]
@@ -290,7 +290,7 @@ class UpvitOptions(LatencyOptions):
     ] = "fisher"
     screen_images: Annotated[int, Ge(1), Doc('images of screen = "images"')] = 500
     band: Annotated[float, Gt(0), Le(1), Doc("share of the channels, around the cut, that is measured exactly")] = 0.5
-    directions: Annotated[int, Ge(1), Doc('of screen = "fisher", per image')] = 2
+    directions: Annotated[int, Ge(1), Doc('backward passes per image, with score or screen = "fisher"')] = 2
     images_at_once: Annotated[int, Ge(1), Doc("proxy images in memory at a time")] = 512
 
 

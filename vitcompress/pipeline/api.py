@@ -110,7 +110,7 @@ def plan(
         device: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`, or a torch.device.
         folder: for measurements and training states, so that a stopped call with the same arguments can continue; None:
             a temporary folder. Data sets are compared by their labels and eight images, batches by 1000 images.
-        training: fields of `TrainOptions` for methods that train. Those that only measure use at most its `batch_size`.
+        training: fields of `TrainOptions` for methods that train. Those that only measure read its `batch_size` alone.
         options: of the method (`vitcompress recipes keys NAME`), all with defaults; with `target="latency"` and
             `amount` in ms, the sizes are chosen by measurements on this machine.
 
@@ -251,7 +251,7 @@ def _recorded(record: Path, call: Mapping[str, object], model: nn.Module, what: 
 def fold(model: nn.Module) -> nn.Module:
     """Return a copy of a pruned model in which consecutive linear layers are multiplied into one, in float64.
 
-    An FFN without its activation becomes one linear layer. The outputs stay the same up to rounding.
+    An FFN without its activation becomes one linear layer, if that is cheaper. Outputs stay the same up to rounding.
 
     Example:
         >>> import vitcompress as vc
@@ -280,8 +280,8 @@ def export(
     """Write `model` to a file that a runtime can serve, with a sidecar `<file>.json`; return its path.
 
     Args:
-        path: its suffix selects the format: `.onnx`, `.xml` (OpenVINO) or `.engine` (TensorRT).
-        format: `onnx`, `openvino`, `trt`, `trt-rtx`, or one of another package; needed if the suffix is ambiguous.
+        path: its suffix selects the format: `.onnx` or `.xml` (OpenVINO); `.engine` is that of two formats.
+        format: `onnx`, `openvino`, `trt`, `trt-rtx`, or one of another package; needed for other suffixes.
         data: images for the range scan of half precision, for `islands=("auto",)` and for the ranges of int8 and fp8
             (of the training data); None: random images, which int8 and fp8 reject.
         class_names: stored in the metadata. Beside a saved model, pass those of `save_model`: `verify` compares them.

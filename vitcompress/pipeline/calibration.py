@@ -65,11 +65,8 @@ class Calibration:
         if self.ranges is not None:
             return self.ranges
         precision, method = self.options.eight_bits or "int8", self.options.calibration_method
-        path = self.files.trained_ranges
-        check_unchanged(self.files.path, path)
-        trained = read_record(path, dict[str, Any]) or {}
-        own = trained.get("model") == model_digest(self.model, precision)
-        fixed = check_record(path, trained.get("ranges"), Sizes) if own else {}
+        trained = self.trained
+        fixed = check_record(self.files.trained_ranges, trained.get("ranges"), Sizes) if trained else {}
         if fixed and self.factors:
             raise InputError("smooth would change layers whose ranges were trained", hint="omit smooth")
         images, plan = self._images, current_plan(self.model).digest  # models with equal weights may have other plans
@@ -88,6 +85,15 @@ class Calibration:
                 self.progress.note(f"the ranges will be measured again by the next export: {error.message}")
         self.ranges = {**self.ranges, **fixed}  # layers that a training left in fp32 have none
         return self.ranges
+
+    @cached_property
+    def trained(self) -> dict[str, Any]:
+        """`ranges` and `weight_bits` that the model was trained with in this precision; empty if it was not."""
+        path = self.files.trained_ranges
+        check_unchanged(self.files.path, path)
+        record = read_record(path, dict[str, Any]) or {}
+        own = record.get("model") == model_digest(self.model, self.options.eight_bits or "int8")
+        return record if own else {}
 
     @cached_property
     def _images(self) -> Tensor:
@@ -137,7 +143,8 @@ def train_quantized(job: Job) -> None:
         save_tensors(files.unquantized, before, {"plan": read_plan(files.plan).digest})
         write_model(files.path, model, read_plan(files.plan))
         ranges = {name: value.item() for name, value in module.ranges().items()}
-        write_json(files.trained_ranges, {"model": model_digest(model, settings.precision), "ranges": ranges})
+        record = {"model": model_digest(model, settings.precision), "weight_bits": settings.weight_bits}
+        write_json(files.trained_ranges, {**record, "ranges": ranges})
 
 
 def _measure_settings(job: Job, model: nn.Module) -> Quantization:

@@ -72,6 +72,9 @@ def write_export(
     about["traces"] = {} if traces is None else traces
     if calibration is not None:
         about |= {"calibrate": calibration, "factors": calibration.factors}
+        chosen = options.weight_bits is not None or options.eight_bits != "int8"
+        if not chosen and calibration.trained.get("weight_bits") == 7:  # not the 8 that are the default of some formats
+            options = replace(options, weight_bits=7)
     if AUTO in options.islands:
         result, divergences = _search_layers(exporter, original, options, about, path, progress)
         options = replace(options, islands=result.chosen or ())

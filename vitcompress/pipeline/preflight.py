@@ -50,7 +50,7 @@ def prepare(recipe: Recipe, options: RunOptions, runtime: Runtime, progress: Pro
 
 
 def list_checks(job: Job, *, dry: bool = False, opened: bool = True) -> Iterator[Callable[[], object]]:
-    """All checks, in order. dry: they download nothing and measure nothing. opened: the number of classes is known."""
+    """All checks, in order. dry: measure nothing, download only `hf-hub:`. opened: the number of classes is known."""
     yield from (partial(check, job) for check in (check_exports, check_batch, check_training, check_expect, check_room))
     yield partial(check_writable, job.dense_folder)
     yield partial(check_weights, job, download=not dry)

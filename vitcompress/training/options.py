@@ -52,7 +52,7 @@ class Augmentation:
         bool,
         Doc("images as in the evaluation: no random crop, flip, color or erasing; mixup and noise are set separately"),
     ] = True
-    auto_augment: Annotated[str | None, POLICY, Doc("timm's policy string; disables color jitter")] = None
+    auto_augment: Annotated[str | None, POLICY, Doc("timm's policy string; all but 3a disable color jitter")] = None
     color_jitter: Annotated[float, Ge(0), Doc("strength; 0: off")] = 0.0
     hflip: Annotated[Share, Doc("share of images that are flipped")] = 0.5
     scale: Annotated[tuple[Area, Area], Doc("area of the random crop, as a share of the image")] = (0.08, 1.0)
