@@ -164,7 +164,13 @@ def test_an_alignment_larger_than_the_width_is_rejected() -> None:
     assert whole["b0"] == 256 and whole["residual"] == 128
 
 
-@pytest.mark.parametrize("scores", [torch.tensor([1.0, torch.nan]), torch.zeros(3)])
-def test_scores_that_rank_nothing_are_rejected(scores: torch.Tensor) -> None:
+def test_scores_that_are_not_finite_are_rejected() -> None:
     with pytest.raises(PlanError, match="cannot be ranked"):
-        budget.normalize(scores)
+        budget.normalize(torch.tensor([1.0, torch.nan]))
+    assert budget.normalize(torch.zeros(3)).equal(torch.zeros(3, dtype=torch.float64))
+
+
+def test_a_residual_width_whose_share_is_1_stays() -> None:
+    """The widths next to it were tried, too, where the other widths missed the target."""
+    whole = ranking({"ffn": 0.5, "residual": 1.0}, {"ffn": 128, "residual": 8})
+    assert budget.solve(whole, target(0.82 * DENSE))[0]["residual"] == 256

@@ -226,6 +226,12 @@ def test_two_values_of_one_name_are_an_error(tmp_path: Path) -> None:
     assert context(tmp_path, model()).memo("scores", lambda: [2]) == [1], "a resumed run"
 
 
+def test_values_that_are_not_finite_are_an_error_with_the_next_step(tmp_path: Path) -> None:
+    with pytest.raises(VitcompressError, match="the measured scores contain a value that is not finite") as caught:
+        context(tmp_path, model()).memo("scores", lambda: [float("nan")])
+    assert "NaN" in str(caught.value.hint) and not list(tmp_path.iterdir())
+
+
 def batches(count: int = 3) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Normalized images with labels 0, 1, 2, 0, ..."""
     draw = torch.Generator().manual_seed(5)

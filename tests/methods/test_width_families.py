@@ -12,11 +12,16 @@ from vitcompress import surgery
 from vitcompress.errors import PlanError
 from vitcompress.families import family_of
 from vitcompress.methods import isomorphic, magnitude
+from vitcompress.methods.budget import Ranking
 from vitcompress.methods.options import Alignment
+from vitcompress.methods.scores import random_scores
 from vitcompress.methods.sero import method as sero
 from vitcompress.methods.table import METHODS
 from vitcompress.methods.upvit import method as upvit
+from vitcompress.methods.width import Candidates, deploy, groups_of
 from vitcompress.models.checkpoint import load_model, write_model
+from vitcompress.models.cost import Cost, count_cost
+from vitcompress.models.create import input_config
 from vitcompress.plan import Plan
 from vitcompress.verify.slice import slice_check
 
@@ -105,3 +110,38 @@ def test_tied_widths_are_rejected_under_a_rotary_embedding() -> None:
     with pytest.raises(PlanError, match="q and k lose channels with their heads only") as caught:
         sero.structure(model, family_of(model), Plan(row.arch, row.arch_args), replace(OPTIONS["sero"], layout="tied"))
     assert "padded" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("variant", ["plain", "layer_scale"])
+def test_the_cost_of_a_step_after_upvit_is_that_of_the_deployed_model(variant: str) -> None:
+    """Nothing is folded in a model of timm, but in what a later step makes of it."""
+    dense, row = build(variant, depth=3), contract(variant, depth=3)
+    start = Plan(row.arch, row.arch_args)
+    base = start.then(METHODS["upvit"].structure(dense, family_of(dense), start, OPTIONS["upvit"]))
+    model = surgery.apply_to_copy(dense, base)
+    spaces, size = family_of(model).spaces(model), input_config(model).size
+
+    def deployed(delta: Plan) -> Cost:
+        result = surgery.apply_to_copy(model, delta)
+        surgery.fold_linears(result, base.then(delta))
+        return count_cost(result, size)
+
+    removal = base.delta(removed={"blocks.1.mlp.act": "identity"})
+    assert base.standard and deployed(removal).macs < count_cost(model, size).macs
+    assert count_cost(deploy(model, base, removal), size) == deployed(removal)
+    candidates = Candidates(model, spaces, groups_of(spaces, random_scores(spaces, 0), "isomorphic"), base)
+    counts = {group.name: max(1, group.size // 2) for group in candidates.groups}
+    assert candidates.cost(counts) == deployed(candidates.delta(counts))
+
+
+def test_a_layer_without_effect_ranks_last() -> None:
+    spaces = family_of(model := build("plain")).spaces(model)
+    scores = random_scores(spaces, 0)
+    for name in ("blocks.0.mlp", "blocks.1.qk"):
+        dead = {**scores, name: torch.zeros_like(scores[name])}
+        groups = groups_of(spaces, dead, "isomorphic")
+        counts = Ranking(groups, {group.scope: 0.5 for group in groups}).counts()
+        assert counts[name if name.endswith("mlp") else "blocks.1.attn"] >= 1
+        assert name.endswith("qk") or counts[name] == 1
+    with pytest.raises(PlanError, match="all scores are 0"):
+        groups_of(spaces, {name: torch.zeros_like(values) for name, values in scores.items()}, "isomorphic")

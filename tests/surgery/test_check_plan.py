@@ -91,6 +91,8 @@ HALVES = tuple(head * 4 + channel for head in range(4) for channel in (0, 1))
 @pytest.mark.parametrize(
     ("variant", "kept", "heads", "message"),
     [
+        ("dinov3", None, 2, "whole heads only"),
+        ("swin", None, 2, "cannot consist of channels of several"),
         ("dinov3", HALVES, 4, "whole heads only"),
         ("dinov3", (1, 0, *range(2, 16)), 4, "whole heads only"),
         ("dinov3", tuple(range(8)), 1, "whole heads only"),
@@ -100,11 +102,12 @@ HALVES = tuple(head * 4 + channel for head in range(4) for channel in (0, 1))
     ],
 )
 def test_heads_with_positions_of_their_own_are_not_formed_from_others(
-    variant: str, kept: tuple[int, ...], heads: int, message: str
+    variant: str, kept: tuple[int, ...] | None, heads: int, message: str
 ) -> None:
     model = build(variant)
     qk, v = (next(s for s in family_of(model).spaces(model) if s.kind == kind) for kind in ("qk", "v"))
-    plan = contract(variant).plan.delta(kept={qk.name: kept, v.name: kept}, heads={qk.attention: heads})
+    both = {v.name: tuple(range(8))} if kept is None else {qk.name: kept, v.name: kept}
+    plan = contract(variant).plan.delta(kept=both, heads={qk.attention: heads})
     with pytest.raises(PlanError, match=f"kept.{qk.name}: .*{message}"):
         apply_plan(model, plan)
 

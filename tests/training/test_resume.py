@@ -11,7 +11,7 @@ from pathlib import Path
 import killed_training as killed
 import pytest
 import torch
-from tiny_training import DEVICES, OPTIONS, fit, same, stripes, vit, weights
+from tiny_training import CPU, DEVICES, OPTIONS, fit, same, stripes, vit, weights
 
 from vitcompress.errors import InputError, OutputError
 from vitcompress.io.tensors import load_tensors
@@ -71,6 +71,25 @@ def test_ctrl_c_loses_the_epoch_and_nothing_else(device: str, amp: Amp, tmp_path
     resumed = vit(seed=5)
     fit(resumed, tmp_path / "broken", options, runtime=runtime)
     assert same(weights(whole), weights(resumed))
+
+
+def test_averages_in_bf16_resume_too(tmp_path: Path) -> None:
+    """They are rounded at random."""
+    options, runtime = dataclasses.replace(OPTIONS, epochs=4, ema=0.9), Runtime(CPU.device, dtype=torch.bfloat16)
+
+    def fit_until(last: int, folder: str) -> dict[str, torch.Tensor]:
+        def stop(epoch: int) -> None:
+            if epoch == last:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            fit(vit().bfloat16(), tmp_path / folder, options, after_epoch=stop, runtime=runtime)
+        state = load_state(tmp_path / folder)
+        assert state is not None and state.epoch == last - 1
+        return state.part("ema")
+
+    whole, started = fit_until(3, "whole"), fit_until(1, "resumed")
+    assert whole and not same(whole, started) and same(whole, fit_until(3, "resumed"))
 
 
 def test_random_augmentation_in_worker_processes_resumes_too(tmp_path: Path) -> None:

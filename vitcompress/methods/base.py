@@ -255,7 +255,12 @@ class Context:
         path = self.folder / f"{name}.json"
         if self.runtime.broadcast(path.is_file()):
             return self.runtime.broadcast(read_json(path) if self.runtime.is_main else None)
-        value = self.runtime.broadcast(json.loads(json.dumps(compute())))
+        data = compute()
+        try:
+            value = self.runtime.broadcast(json.loads(json.dumps(data, allow_nan=False)))
+        except ValueError as error:
+            message = f"the measured {name} contain a value that is not finite"
+            raise VitcompressError(message, hint="check images and weights for NaN and infinite values") from error
         if self.runtime.is_main:
             write_json(path, value)
         self.runtime.barrier()

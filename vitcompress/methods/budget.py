@@ -50,13 +50,13 @@ class Group:
 def normalize(scores: Tensor) -> Tensor:
     """Divide scores by their mean: groups then compete by how unequal their channels are, not by their magnitude.
 
-    Raises PlanError if the mean is not finite or not positive, so that the scores rank nothing.
+    Those of a layer that does nothing stay 0, the lowest rank. Raises PlanError if the mean is not finite.
     """
     mean = scores.double().mean()
-    if not torch.isfinite(mean) or mean <= 0:
+    if not torch.isfinite(mean):
         message = f"channels cannot be ranked: their mean score is {float(mean)}"
         raise PlanError(message, hint="use more images, or check that the model's weights and gradients are finite")
-    return scores.double() / mean
+    return scores.double() / (mean if mean > 0 else 1)
 
 
 def align(count: int, size: int, unit: int, *, down: bool = False) -> int:
@@ -162,7 +162,7 @@ def solve(ranking: Ranking, target: Target[Counts]) -> tuple[Counts, dict[str, f
     least, most = check_reach(ranking.counts(0.0), ranking.counts(1.0), target)
     free = bisect((ranking if target.runtime else replace(ranking, multiples={}, down=False)).counts, target)[0]
     results, unit = list[tuple[Counts, float]](), ranking.multiples.get("residual", 1)
-    streams = [group for group in ranking.groups if group.kind == "residual"]
+    streams = [g for g in ranking.groups if g.kind == "residual" and ranking.keep[g.scope] < 1]
     for shift in (0, -1, 1):
         residual = {group.name: align(free[group.name] + shift * unit, group.size, unit) for group in streams}
         results.append(bisect(partial(ranking.counts, fixed=residual), target))

@@ -6,13 +6,14 @@ and the channels within heads, which all heads of an attention and its q, k and 
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from vitcompress import surgery
+from vitcompress.errors import PlanError
 from vitcompress.families import Space
 from vitcompress.methods.budget import Counts, Group, Kind, normalize
 from vitcompress.methods.options import Scope
@@ -48,6 +49,9 @@ def groups_of(spaces: Sequence[Space], scores: Scores, scope: Scope) -> tuple[Gr
         groups.append(group(attention, "head", sum((values.mean(1) for values in per_head.values()), ZERO)))
         single = {name: values for name, values in per_head.items() if not parts[name][0].whole_heads}
         groups += [group(name, "head_dim", values.mean(0)) for name, values in single.items()]
+    if groups and not any(group.scores.any() for group in groups):
+        message = "channels cannot be ranked: all scores are 0"
+        raise PlanError(message, hint="use more images, or check the model's weights and gradients")
     return tuple(groups)
 
 
@@ -88,7 +92,7 @@ class Candidates:
         """The cost of the deployed model with `counts`, counted on shapes alone."""
         shapes, size = copy_to_meta(self.model), input_config(self.model).size
         folded = deepcopy(shapes)
-        records = surgery.fold_linears(folded, self.base).records
+        records = surgery.fold_linears(folded, replace(self.base, standard={})).records
         # Otherwise it depends on the widths which FFNs are folded.
         scales = all(record.reason == surgery.INTO_THE_LINEAR for record in records)
         planned = planned_cost(folded, size) if scales else None
@@ -99,5 +103,5 @@ class Candidates:
 def deploy(model: nn.Module, base: Plan, delta: Plan) -> nn.Module:
     """A copy of `model`, which has the plan `base`, after `delta` and folding."""
     sliced = surgery.apply_to_copy(model, delta)
-    surgery.fold_linears(sliced, base)
+    surgery.fold_linears(sliced, base.then(delta))  # of a standard model of timm nothing is folded
     return sliced

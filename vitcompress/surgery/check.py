@@ -89,10 +89,10 @@ def _attention_problems(spaces: dict[str, Space], plan: Plan) -> Iterator[str]:
         elif key == "heads" and name not in sliced:
             yield f"heads.{name}: got {plan.heads[name]}, but neither its q/k nor its v channels are in kept"
     for space in spaces.values():
-        width = len(plan.kept.get(space.name, range(space.size)))
-        if width % (heads := plan.heads.get(space.attention, space.heads)):
-            yield f"kept.{space.name}: {width} channels do not divide into {heads} heads"
-        elif space.name in plan.kept and (problem := _head_problem(space, plan.kept[space.name], width // heads)):
+        kept = plan.kept.get(space.name, tuple(range(space.size)))
+        if len(kept) % (heads := plan.heads.get(space.attention, space.heads)):
+            yield f"kept.{space.name}: {len(kept)} channels do not divide into {heads} heads"
+        elif problem := _head_problem(space, kept, len(kept) // heads):
             yield f"kept.{space.name}: {problem}"
 
 

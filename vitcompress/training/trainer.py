@@ -179,6 +179,8 @@ class Learner:
         """Train one pass over the training set; return the mean loss over all images and ranks."""
         job, total = self.job, torch.zeros((), device=self.job.at.runtime.device)
         random_seed(derived_seed(job.at.seed, job.at.label, number, job.at.runtime.rank))
+        if self.ema:  # it rounds averages in bf16 at random; the same in all processes
+            self.ema._sr_generator.manual_seed(derived_seed(job.at.seed, job.at.label, number))
         self.loader.set_epoch(number)
         job.module.train()
         batches = iter(self.loader)
