@@ -155,7 +155,8 @@ def _check_attention(layers: Sequence[Layer], precision: str, attentions: int) -
     separate = sum(layer.softmax for layer in layers)
     detail = f"{fused} fused attention kernels and {separate} separate softmaxes for {attentions} attentions"
     if precision not in HALF:
-        return Check(ATTENTION, "not_run", detail=f"{detail}; fused kernels exist for half precision only")
+        detail = f"{detail}; fused kernels exist for half precision only"
+        return Check(ATTENTION, "not_run", detail=detail, applies=False)
     if fused < attentions and any(layer.opaque for layer in layers):
         return Check(ATTENTION, "not_run", detail=f"{detail}; some layers consist of many that are not listed")
     passed = fused >= attentions and (attentions == 0 or separate == 0)

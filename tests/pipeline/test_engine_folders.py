@@ -15,6 +15,7 @@ import vitcompress as vc
 from vitcompress import surgery
 from vitcompress.cli import main
 from vitcompress.errors import InputError
+from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.precision import HALF
 from vitcompress.exporters.runtimes import EXPORTERS
 from vitcompress.exporters.sidecar import amend_sidecar, read_sidecar
@@ -25,6 +26,7 @@ from vitcompress.models.checkpoint import read_plan, write_model
 from vitcompress.models.create import create_model
 from vitcompress.pipeline import job
 from vitcompress.pipeline.dry_run import dry_run_recipe
+from vitcompress.pipeline.export_folder import _describe_other
 from vitcompress.pipeline.run import run_recipe
 from vitcompress.plan import Plan
 from vitcompress.surgery.shapes import PlannedTensor
@@ -211,6 +213,7 @@ def dense_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"blocks.1.attn": "drop"}, {}, True),
         ({"blocks.1.attn": "drop"}, {"optimization_level": 1}, False),
         ({"blocks.1.attn": "drop"}, {"batch": [1, 2, 2]}, False),
+        ({"blocks.1.attn": "drop"}, {"islands": ["blocks.0.mlp"]}, False),  # of the compressed one, with larger weights
     ],
 )
 def test_sizes_of_engines_are_compared_only_if_layers_were_removed_with_the_same_settings(
@@ -221,6 +224,9 @@ def test_sizes_of_engines_are_compared_only_if_layers_were_removed_with_the_same
     write_model(run, surgery.apply_to_copy(create_model(plan.arch, plan.arch_args), plan), plan)
     vc.export(vc.load_model(run), run / "model.rtx.engine", format="trt-rtx", batch=(1, 2, 4))
     shutil.copytree(dense_engine, run, dirs_exist_ok=True)
+    if islands := settings.pop("islands", None):
+        known = read_sidecar(run / "model.rtx.engine")["metadata"]
+        amend_sidecar(run / "model.rtx.engine", metadata={**known, "islands": json.dumps(islands)})
     claim(run / "dense.rtx.engine", **settings)
     names = {check.name for check in verify_folder(run, adopt=True).checks}
     assert ("weights.model.rtx.engine.bytes" in names) == compared
@@ -237,7 +243,23 @@ def test_a_required_check_that_did_not_run_fails(name: str, folder: Path, tmp_pa
 def test_an_engine_for_other_gpus_is_not_replaced(folder: Path) -> None:
     words = ["export", str(folder), "--format", "trt-rtx", "--precision", "fp16", "--out", str(folder / ENGINE), "--sm"]
     done = CliRunner().invoke(main, [*words, "120", "--json"])
-    assert done.exit_code == 2 and "another precision or input, or for other GPUs (fp16, " in done.stdout
+    assert done.exit_code == 2 and "format, precision or input, or for other GPUs (trt-rtx, fp16, " in done.stdout
+
+
+def test_a_file_is_that_of_its_format_and_its_set_of_gpus(folder: Path) -> None:
+    options = ExportOptions(precision="fp16", sm=tuple(read_sidecar(folder / ENGINE)["build"]["sm"]) * 2)
+    assert _describe_other(folder / ENGINE, "trt-rtx", options) is None
+    assert str(_describe_other(folder / ENGINE, "trt", options)).startswith("trt-rtx, fp16, ")
+
+
+def test_checks_of_a_source_that_is_no_longer_kept_are_removed(folder: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "run"))
+    words = ["export", str(copy), "--format", "trt-rtx", "--precision", "fp16", "--sm", "89", "--batch", "1:2:4"]
+    for more, kept in ([], True), (["--no-onnx"], False):
+        CliRunner().invoke(main, [*words, *more])
+        checks = {check["name"]: check for check in json.loads((copy / "verify.json").read_text())["checks"]}
+        assert (f"{ENGINE}.source.checker" in checks) is kept
+    assert not checks[f"{ENGINE}.source"]["applies"], "no machine can run it"
 
 
 @pytest.mark.parametrize(

@@ -222,6 +222,14 @@ def test_an_unknown_fp32_layer_is_rejected_before_the_run(tmp_path: Path) -> Non
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("island", ["norm", "softmax"])
+def test_an_fp32_layer_without_products_is_rejected_before_the_run(island: str, tmp_path: Path) -> None:
+    sets = ("export.precision=int8", f"export.islands={island}")
+    with pytest.raises(InputError, match=f"the island {island} has no effect in int8"):
+        world.run(tmp_path, *sets, text=HALF)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_word_is_a_list_of_one(tmp_path: Path) -> None:
     recipe = world.recipe(tmp_path, "export.islands=auto", text=HALF)
     assert recipe.export.islands == ("auto",)

@@ -26,7 +26,7 @@ from vitcompress.io import hardware
 from vitcompress.io.files import read_json
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import load_tensors
-from vitcompress.models.checkpoint import load_model, load_model_files
+from vitcompress.models.checkpoint import load_model, load_model_files, read_plan
 from vitcompress.models.create import input_config
 from vitcompress.pipeline.export_folder import export_folder
 from vitcompress.recipe.load import load_recipe_of_run
@@ -148,11 +148,12 @@ def test_layers_that_were_trained_in_fp32_are_measured_for_an_export_in_int8(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    text, folder = SMALL + TABLES + 'islands = ["blocks.0.attn"]\n', tmp_path / "run"
+    text, folder = SMALL + TABLES + 'islands = ["blocks.0.attn", "blocks.2.attn"]\n', tmp_path / "run"
     (tmp_path / "recipe.toml").write_text(text)
     code, output = run("recipe", str(tmp_path / "recipe.toml"), "--out", str(folder))
     assert code == 0, output
     code, output = run("export", str(folder), "--precision", "int8", "--calibration", "32", "--out", "all.onnx")
+    assert "blocks.2.attn" in read_plan(RunFolder(folder).plan).removed, "an island that is no longer there"
     trained = read_json(RunFolder(folder).trained_ranges)["ranges"]
     labels = {entry.key: entry.value for entry in onnx.load("all.onnx").metadata_props}
     ranges = json.loads(labels["quantization"])["ranges"]

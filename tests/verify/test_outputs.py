@@ -12,9 +12,11 @@ from typing import Any, cast
 import onnx
 import pytest
 import torch
+from click.testing import CliRunner
 from damage import add_unused_weight
 from onnx import numpy_helper
 
+from vitcompress import cli
 from vitcompress.bench.report.snippet import snippet
 from vitcompress.cli import main
 from vitcompress.errors import DeviceError
@@ -243,6 +245,14 @@ def test_weights_alone_verify_no_file_and_can_fail_it() -> None:
         ("not_run", [kl], "passed"),
     ):
         assert file_status(path, [Check("weights.model.onnx", weights), *checks]) == verdict
+
+
+def test_an_export_replaces_the_failed_check_of_a_rejected_one(folder: Path) -> None:
+    reject_export(folder, "model.onnx", "its outputs differ")
+    assert CliRunner().invoke(cli.main, ["verify", str(folder)]).exit_code == 1
+    assert CliRunner().invoke(cli.main, ["export", str(folder)]).exit_code == 0
+    recorded = json.loads((folder / "verify.json").read_text())
+    assert recorded["passed"] and "export.model.onnx" not in {check["name"] for check in recorded["checks"]}
 
 
 def test_a_rejected_export_fails_its_folder_until_it_is_there(folder: Path) -> None:

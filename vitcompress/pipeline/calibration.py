@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from vitcompress.errors import ArtifactError, InputError, OutputError
 from vitcompress.exporters.onnx.export import measure_quantization
 from vitcompress.exporters.options import ExportOptions
+from vitcompress.exporters.precision import present_layers
 from vitcompress.exporters.quantize.calibrate import calibrate
 from vitcompress.exporters.quantize.emulate import QuantizedTraining
 from vitcompress.exporters.quantize.graph import Form, Quantization
@@ -151,6 +152,7 @@ def _measure_settings(job: Job, model: nn.Module) -> Quantization:
     """What the exports of `model` compute in eight bits."""
     options, seed = job.recipe.export, job.recipe.run.seed
     assert job.data is not None
+    options = replace(options, islands=present_layers(model, options.islands))  # as exports, without removed ones
     measure = Calibration(model, options, job.files, job.data.train, seed, job.progress)
     form: Form = "int32_bias" if {"onnx", "openvino"} & set(options.formats) else "float_bias"
     return measure_quantization(model, options, form, input=job.input, calibrate=measure)

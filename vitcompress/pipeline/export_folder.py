@@ -27,6 +27,7 @@ from vitcompress.models.checkpoint import load_model, read_plan
 from vitcompress.pipeline.calibration import Calibration
 from vitcompress.pipeline.export import SCAN_IMAGES, measure_quickly, write_export
 from vitcompress.pipeline.folder import dense_folder_of_run
+from vitcompress.verify.engine import inspector_checks
 from vitcompress.verify.files import contents_of, file_status, is_about, quarantine
 from vitcompress.verify.folder import check_files, recorded_images, run_classes
 from vitcompress.verify.outputs import Original, PlannedOriginal
@@ -62,10 +63,10 @@ def export_folder(
     targets = "".join(f"-sm{target}" for target in options.sm)
     labels = (options.label, f"-{options.precision}-{'uint8' if options.uint8 else 'float32'}{targets}")
     paths = [files.exported("dense" if dense else "model", f"{label}{exporter.suffix}") for label in labels]
-    path = out or next((path for path in paths if not _describe_other(path, options)), paths[0])
+    path = out or next((path for path in paths if not _describe_other(path, name, options)), paths[0])
     check_name(exporter, folder, path, dense=dense)
-    if other := _describe_other(path, options):
-        message = f"{path} is a file of another precision or input, or for other GPUs ({other})"
+    if other := _describe_other(path, name, options):
+        message = f"{path} is a file of another format, precision or input, or for other GPUs ({other})"
         raise InputError(message, hint="give another --out, or remove the file")
     if folder.resolve() in path.parent.resolve().parents:
         progress.note(f"{path} is in a subfolder of the run: its manifest, report and `verify` do not include it")
@@ -115,13 +116,15 @@ def check_name(exporter: Exporter, folder: Path, out: Path, *, dense: bool) -> N
     exporter.check_path(out)
 
 
-def _describe_other(path: Path, options: ExportOptions) -> str | None:
-    """Precision, input and targets of the file `path`, if they are not those of `options`."""
+def _describe_other(path: Path, name: str, options: ExportOptions) -> str | None:
+    """Format, precision, input and targets of the file `path`, if they are not the format `name` and `options`."""
     if not path.is_file() or not (old := usable_sidecar(path)):  # a damaged one is replaced
         return None
-    kind, targets = old["metadata"].get("input", ""), tuple(old["build"].get("sm", ()))
-    same = (old["precision"], "uint8" in kind, options.sm and targets) == (options.precision, options.uint8, options.sm)
-    return None if same else ", ".join([old["precision"], kind, *(f"sm {target}" for target in targets)])
+    kind, targets = old["metadata"].get("input", ""), old["build"].get("sm", ())
+    same = (old["format"], old["precision"], "uint8" in kind) == (name, options.precision, options.uint8)
+    if same and (not options.sm or set(targets) == set(options.sm)):
+        return None
+    return ", ".join([old["format"], old["precision"], kind, *(f"sm {target}" for target in targets)])
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,8 @@ def verify_export(
     checks = tuple(chain.from_iterable(results.values()))
     verdict = file_status(path, checks)
     if inside:
-        left, tensors = ((), {}) if verdict == "failed" else (checks, tensors)  # of files that stay in the folder
+        left = () if verdict == "failed" else (*checks, *inspector_checks(path))  # of files that stay in the folder
+        tensors = tensors if left else {}
         added = Verification(left)
         if not dense:  # the table of weights is that of the compressed model
             for file in exported_files(folder, "model"):
@@ -174,7 +178,9 @@ def verify_export(
             added = Verification((*left, shapes), weight_table(original.rows, model, tensors))
         # onnx: no file was exported.
         names = {*(("onnx",) if left and not dense else ()), *(check.name for check in added.checks)}
-        update_verification(folder, added, lambda name: name in names or any(is_about(file, name) for file in paths))
+        names |= {f"export.{path.name}"} if left else set()  # an earlier file of this name was rejected
+        replaced = (path, source)
+        update_verification(folder, added, lambda name: name in names or any(is_about(file, name) for file in replaced))
     return ExportOutcome(quarantine(path) if verdict == "failed" else path, verdict, checks)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+from torch import nn
 
 from vitcompress.bench import suite
 from vitcompress.errors import DataError, InputError, OutputError
@@ -20,6 +21,7 @@ from vitcompress.pipeline.folder import ELSEWHERE, check_writable, nearest_exist
 from vitcompress.pipeline.job import Job, RunOptions, create_job
 from vitcompress.pipeline.latency import check_clock, check_latency
 from vitcompress.pipeline.training import check_teacher
+from vitcompress.plan import is_within
 from vitcompress.recipe.schema import Recipe
 from vitcompress.training.data import Splits, check_classes, open_data
 from vitcompress.training.datasets import as_images
@@ -92,7 +94,14 @@ def check_exports(job: Job) -> None:
     if table.eight_bits and job.data is None:
         hint = "omit --structure-only, or use --set export.precision=fp32"
         raise InputError(f"export.precision {table.precision} needs images of the training data", hint=hint)
-    expand_layers(job.blank, (name for name in table.islands if name != AUTO))
+    islands = [name for name in table.islands if name != AUTO]
+    expand_layers(job.blank, islands)
+    products = [name for name, module in job.blank.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    products += expand_layers(job.blank, ("softmax",)) if table.precision == "fp8" else ()
+    for island in islands if table.eight_bits else ():
+        if not any(is_within(product, expand_layers(job.blank, (island,))) for product in products):
+            message = f"the island {island} has no effect in {table.precision}"
+            raise InputError(message, hint="omit it in export.islands, or name linear layers")
     for exporter in map(find_exporter, table.formats):
         options = table.only(exporter.supported(table))
         exporter.check_model(job.pruned, options)

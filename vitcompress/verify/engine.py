@@ -16,7 +16,7 @@ from vitcompress.exporters.precision import HALF
 from vitcompress.exporters.sidecar import usable_sidecar
 from vitcompress.exporters.tensorrt.export import source_path
 from vitcompress.io.checks import Check, limit_check, problem_check
-from vitcompress.io.files import file_sha256
+from vitcompress.io.files import decode_json_values, file_sha256
 from vitcompress.io.tensors import load_tensors, tensor_bytes
 from vitcompress.surgery.shapes import PlannedTensor
 from vitcompress.verify.outputs import PlannedOriginal
@@ -34,7 +34,8 @@ def engine_checks(path: Path, original: PlannedOriginal) -> Iterator[Check]:
         wrong = [] if file_sha256(source) == recorded else [f"the engine was not built from this {source.name}"]
         yield problem_check(name, wrong, f"built from {source.name}, sha256 {str(recorded)[:12]}")
     else:
-        yield Check(name, "not_run", detail="the ONNX file that the engine was built from was not kept")
+        detail = "the ONNX file that the engine was built from was not kept"
+        yield Check(name, "not_run", detail=detail, applies=False)
     folded = [row for row in original.rows if row.change == "folded" and len(row.planned or ()) == 2]
     if folded and original.unfolded is not None and original.unfolded.is_file():
         yield _folded_check(path, original.model, folded, load_tensors(original.unfolded), str(sidecar["precision"]))
@@ -76,6 +77,7 @@ def _size_checks(path: Path, sidecar: Mapping[str, Any]) -> Iterator[Check]:
     dense = path.with_name(path.name.replace("model", "dense", 1))
     other = usable_sidecar(dense) if dense != path and dense.is_file() else {}
     about, others = ({**one, **one.get("build", {})} for one in (sidecar, other))
-    if other and all(about.get(key) == others.get(key) for key in SETTINGS):
+    wide, known = (set(decode_json_values(one.get("metadata", {})).get("islands", ())) for one in (sidecar, other))
+    if other and wide <= known and all(about.get(key) == others.get(key) for key in SETTINGS):
         size, most = float(path.stat().st_size), float(dense.stat().st_size)
         yield limit_check(f"{WEIGHTS}.{path.name}.bytes", size, most, f"bytes, at most those of {dense.name}")
