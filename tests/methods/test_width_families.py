@@ -137,11 +137,13 @@ def test_the_cost_of_a_step_after_upvit_is_that_of_the_deployed_model(variant: s
 def test_a_layer_without_effect_ranks_last() -> None:
     spaces = family_of(model := build("plain")).spaces(model)
     scores = random_scores(spaces, 0)
-    for name in ("blocks.0.mlp", "blocks.1.qk"):
-        dead = {**scores, name: torch.zeros_like(scores[name])}
-        groups = groups_of(spaces, dead, "isomorphic")
-        counts = Ranking(groups, {group.scope: 0.5 for group in groups}).counts()
-        assert counts[name if name.endswith("mlp") else "blocks.1.attn"] >= 1
-        assert name.endswith("qk") or counts[name] == 1
+    dead = {
+        name: torch.zeros_like(values) for name, values in scores.items() if name in ("blocks.0.mlp", "blocks.1.qk")
+    }
+    groups = {group.name: group for group in groups_of(spaces, {**scores, **dead}, "isomorphic")}
+    counts = Ranking(tuple(groups.values()), {group.scope: 0.5 for group in groups.values()}).counts()
+    assert counts["blocks.0.mlp"] == 1 < counts["blocks.1.mlp"]
+    alone = scores["blocks.1.v"].view(4, -1).mean(0).argsort(descending=True).tolist()  # v decides where q and k are 0
+    assert groups["blocks.1.attn.head_dim"].order == alone
     with pytest.raises(PlanError, match="all scores are 0"):
         groups_of(spaces, {name: torch.zeros_like(values) for name, values in scores.items()}, "isomorphic")

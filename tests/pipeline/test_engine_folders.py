@@ -20,13 +20,14 @@ from vitcompress.exporters.precision import HALF
 from vitcompress.exporters.runtimes import EXPORTERS
 from vitcompress.exporters.sidecar import amend_sidecar, read_sidecar
 from vitcompress.exporters.tensorrt import runner
+from vitcompress.io.checks import Check
 from vitcompress.io.files import file_sha256
 from vitcompress.io.tensors import tensor_bytes
 from vitcompress.models.checkpoint import read_plan, write_model
 from vitcompress.models.create import create_model
 from vitcompress.pipeline import job
 from vitcompress.pipeline.dry_run import dry_run_recipe
-from vitcompress.pipeline.export_folder import _describe_other
+from vitcompress.pipeline.export_folder import _describe_other, export_folder, verify_export
 from vitcompress.pipeline.run import run_recipe
 from vitcompress.plan import Plan
 from vitcompress.surgery.shapes import PlannedTensor
@@ -250,6 +251,17 @@ def test_a_file_is_that_of_its_format_and_its_set_of_gpus(folder: Path) -> None:
     options = ExportOptions(precision="fp16", sm=tuple(read_sidecar(folder / ENGINE)["build"]["sm"]) * 2)
     assert _describe_other(folder / ENGINE, "trt-rtx", options) is None
     assert str(_describe_other(folder / ENGINE, "trt", options)).startswith("trt-rtx, fp16, ")
+
+
+def test_an_export_records_the_checks_of_the_inspector(folder: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "run"))
+    exported = export_folder(copy, "trt-rtx", options=ExportOptions(precision="fp16", sm=(89,), batch=(1, 2, 4)))
+    truth = [Check("engine.attention", "failed", detail="not fused").to_dict()]
+    amend_sidecar(exported.path, build={**read_sidecar(exported.path)["build"], "truth": truth})
+    verify_export(copy, exported)
+    recorded = json.loads((copy / "verify.json").read_text())
+    assert {c["name"]: c["verdict"] for c in recorded["checks"]}[f"{ENGINE}.attention"] == "failed"
+    assert not recorded["passed"]
 
 
 def test_checks_of_a_source_that_is_no_longer_kept_are_removed(folder: Path, tmp_path: Path) -> None:
