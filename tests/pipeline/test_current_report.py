@@ -88,7 +88,7 @@ def test_each_exported_file_has_a_row_and_code_that_runs(folder: Path) -> None:
 
 def test_an_export_replaces_no_file_of_another_kind(folder: Path) -> None:
     before = (folder / "model.onnx").read_bytes()
-    assert "another precision or input" in call("export", "run", "--uint8", "--out", "run/model.onnx", code=2)
+    assert "another format, precision or input" in call("export", "run", "--uint8", "--out", "run/model.onnx", code=2)
     assert "dense model" in call("export", "run", "--out", "run/dense-2.onnx", code=2)
     assert "compressed model" in call("export", "run", "--dense", "--out", "run/model-2.onnx", code=2)
     assert (folder / "model.onnx").read_bytes() == before
