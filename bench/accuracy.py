@@ -60,7 +60,7 @@ class EvaluationRow(records.AccuracyRecord, records.RuntimeRecord):
     """
 
     artifact: str
-    input: records.Stored[InputConfig]
+    input: records.RecordOf[InputConfig]
     sha256: str | None
     speed: records.SpeedRecord | None
     mistakes: list[int]

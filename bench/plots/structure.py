@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from vitcompress.bench.report.records import Stored
+from vitcompress.bench.report.records import RecordOf
 from vitcompress.families import Site, Space, family_of
 from vitcompress.io.text import Table, natural_key
 from vitcompress.models.create import create_on_meta
@@ -109,7 +109,7 @@ def _width(plan: Plan, space: Space) -> Width:
     return Width(kept, space.size, linear=folded)
 
 
-def describe_removed(plan: Stored[Plan]) -> Iterator[str]:
+def describe_removed(plan: RecordOf[Plan]) -> Iterator[str]:
     """One line per removed, appended, folded and padded module, in the order of the model."""
     for name, replacement in sorted(plan.get("removed", {}).items(), key=lambda entry: natural_key(entry[0])):
         yield f"{name}: {replacement} ({REPLACEMENTS[replacement]})"

@@ -22,11 +22,11 @@ from vitcompress.training.metrics import McNemarRecord as McNemarRecord
 T = TypeVar("T")
 if TYPE_CHECKING:
 
-    class Stored(Mapping[str, Any], Generic[T]):
+    class RecordOf(Mapping[str, Any], Generic[T]):
         """A dataclass T as plain data: its fields are the keys."""
 
 else:
-    Stored = Annotated[T, "as plain data"]
+    RecordOf = Annotated[T, "as plain data"]
 SpeedVerdict = Literal["faster", "slower", "not distinguishable"]
 
 # ---------------------------------------------------------------------------------------------------------- bench.json
@@ -317,7 +317,7 @@ class ModelRecord(TypedDict, total=False):
     arch_args: Mapping[str, object]
     weights: str
     weights_sha256: str
-    input: Stored[InputConfig]
+    input: RecordOf[InputConfig]
     classes: Sequence[str]
     uint8: bool
 
@@ -326,7 +326,8 @@ class ArtifactRecord(TypedDict):
     """One exported file. verified: its outputs were compared with the model's; agreement: the result, as text.
 
     input: type of its images, `float32` or `uint8`. batch: smallest, best and largest, of an engine. accuracy and speed
-    are of the file with this hash. variable_batch: OpenVINO needs one. Earlier reports lack the last keys.
+    are of the file with this hash. variable_batch: OpenVINO needs one. fp32_layers: a sentence, if a search chose them.
+    Earlier reports lack the last keys.
     """
 
     file: str
@@ -341,6 +342,7 @@ class ArtifactRecord(TypedDict):
     agreement: NotRequired[str]
     batch: NotRequired[Sequence[int] | None]
     variable_batch: NotRequired[bool]
+    fp32_layers: NotRequired[str | None]
 
 
 class Report(TypedDict, total=False):
@@ -355,11 +357,11 @@ class Report(TypedDict, total=False):
     recipe: Required[str]
     summary: str | None
     model: ModelRecord | None
-    plan: Stored[Plan] | None
+    plan: RecordOf[Plan] | None
     plan_sha256: str | None
     dense_sha256: str | None
-    widths: Stored[Table] | None
-    cost: Required[Mapping[Literal["dense", "compressed"], Stored[Cost]]]
+    widths: RecordOf[Table] | None
+    cost: Required[Mapping[Literal["dense", "compressed"], RecordOf[Cost]]]
     accuracy: AccuracyPair | None
     extra_epochs: int | None
     before_recovery: Mapping[Literal["dense", "pruned"], AccuracyRecord] | None
@@ -368,11 +370,11 @@ class Report(TypedDict, total=False):
     artifacts: Sequence[ArtifactRecord] | None
     files: Mapping[str, int] | None
     verify: VerificationRecord | None
-    folding: Sequence[Stored[FoldRecord]] | None
+    folding: Sequence[RecordOf[FoldRecord]] | None
     searched: str | None
     layers: str | None
     teacher: str | None
-    published: Stored[Published] | None
-    tables: Sequence[Stored[Table]] | None
+    published: RecordOf[Published] | None
+    tables: Sequence[RecordOf[Table]] | None
     notes: Sequence[str] | None
     manifest: bool | None

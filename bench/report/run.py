@@ -247,7 +247,8 @@ def markdown(report: records.Report) -> str:
     if published := report.get("published"):
         figures = _published_lines(published, report["cost"]["compressed"])
         parts += ["## As published by others, not measured here", _bullets(figures)]
-    if notes := report.get("notes"):
+    searched = [text for entry in artifacts or () if (text := entry.get("fp32_layers"))]
+    if notes := [*(report.get("notes") or ()), *searched]:
         parts += ["## Notes", _bullets(notes)]
     model = report.get("model") or {}
     input = model.get("input")  # the lines neither pad images nor read other channels
@@ -285,7 +286,7 @@ def _removed(report: records.Report) -> list[str]:
     return ["## What was removed", removed, table, escape_markdown(" ".join(sentences))]
 
 
-def _published_lines(published: records.Stored[Published], cost: records.Stored[Cost]) -> Iterator[str]:
+def _published_lines(published: records.RecordOf[Published], cost: records.RecordOf[Cost]) -> Iterator[str]:
     """`parameters: 54.9 M (counted here: 54.87 M)` for each published figure, then source and remarks."""
     linear = published.get("macs_linear", False)
     macs = "MACs per image without attention products" if linear else "MACs per image"

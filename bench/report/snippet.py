@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from vitcompress.bench.report.records import ArtifactRecord, Stored
+from vitcompress.bench.report.records import ArtifactRecord, RecordOf
 from vitcompress.exporters.openvino.runner import HINTS
 from vitcompress.models.create import InputConfig
 
@@ -57,7 +57,7 @@ NORMALIZED = "((pixels / 255 - {mean}) / {std}).astype(np.float32).transpose(2, 
 BYTES = "pixels[None]"  # for files that normalize uint8 images themselves
 
 
-def snippet(input: Stored[InputConfig], artifact: ArtifactRecord, image: str = "photo.jpg") -> str:
+def snippet(input: RecordOf[InputConfig], artifact: ArtifactRecord, image: str = "photo.jpg") -> str:
     """The lines for one exported file of a model with this input; they preprocess images like timm's evaluation."""
     channels, height, width = input["size"]
     scaled = [math.floor(side / input["crop_pct"]) for side in (width, height)]

@@ -61,7 +61,7 @@ def test_both_files_are_searched_verified_and_measured(finished: tuple[Any, worl
         assert [note for note in progress.notes if note.startswith("fp16 with no layers in fp32: passed")]
         for kind in (*GATE, *(f"rounded.{kind}" for kind in GATE)):
             assert verdicts[f"agreement.{name}.{kind}"]["verdict"] == "passed"
-        assert f"{name} keeps nothing in fp32" in " ".join(result.report["notes"])
+        assert f"{name} keeps nothing in fp32" in (result.folder / "report.md").read_text()
     assert {"dense", "compressed", "model.onnx"} <= set(result.report["accuracy"])
     rows = result.report["bench"][0]["rows"]
     assert [(row["precision"], row["input_type"]) for row in rows] == [("fp16", "uint8")] * 2
@@ -83,6 +83,17 @@ def test_dense_files_are_compared_with_the_dense_model(
     assert not any(name.startswith("agreement.model.onnx") for name in failed)
     missing = [check for check in verify_folder(folder, adopt=True).checks if "agreement.dense" in check.name]
     assert [check.verdict for check in missing] == ["not_run"]
+
+
+@pytest.mark.slow
+def test_the_report_describes_the_layers_of_the_present_file(
+    finished: tuple[Any, world.RecordedProgress], tmp_path: Path
+) -> None:
+    shutil.copytree(finished[0].folder, tmp_path / "run")
+    export = ["export", str(tmp_path / "run"), "--precision", "fp16", "--uint8", "--out"]
+    assert CliRunner().invoke(main, [*export, str(tmp_path / "run/model.onnx")]).exit_code == 0
+    text = (tmp_path / "run/report.md").read_text()
+    assert "dense.onnx keeps nothing in fp32" in text and "model.onnx keeps" not in text
 
 
 @pytest.mark.slow

@@ -367,6 +367,17 @@ def test_a_forged_manifest_is_no_crash(run: Path) -> None:
         assert command("verify", run)[0] == 1
 
 
+def test_a_manifest_of_another_program_is_none(run: Path, tmp_path: Path) -> None:
+    """Web applications have a manifest.json, too."""
+    (app := tmp_path / "app").mkdir()
+    for name in ("model.onnx", "model.onnx.json"):
+        shutil.copy(run / name, app)
+    (app / "manifest.json").write_text('{"name": "app", "icons": []}')
+    assert command("bench", app / "model.onnx", "--batch", 1, "--warmup", 1, "--runs", 3)[0] == 0
+    shutil.copy(app / "manifest.json", run)
+    assert command("verify", run)[0] == 1  # the folder had one of its own
+
+
 def test_a_saved_model_has_a_manifest(tmp_path: Path) -> None:
     model = vc.create_model(world.ARCH, **world.ARGS, num_classes=10)
     vc.save_model(model, tmp_path / "saved")

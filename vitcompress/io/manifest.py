@@ -26,7 +26,7 @@ REMEDY = (
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of `folder`, with `files` (path in the folder: SHA-256) and `bytes`; empty if it has none.
+    """The manifest of `folder`, with `files` (path in the folder: SHA-256) and `bytes`; empty if it has none of ours.
 
     Raises ArtifactError if it was changed, and InputError if it has a newer format.
     """
@@ -34,6 +34,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not path.exists() and not path.is_symlink():
         return {}
     data = read_json(path)
+    if isinstance(data, dict) and not {"sha256", "plan_sha256"} & data.keys():  # such as that of a web application
+        return {}
     intact = isinstance(data, dict) and _to_text(data).encode() == path.read_bytes() and not path.is_symlink()
     if intact and data.get("format") != FORMAT:
         message = f"{path} has format {data.get('format')}, this version reads {FORMAT}"

@@ -1,6 +1,6 @@
 """Write exported files: check the range of fp16, search fp32 layers, export; and all exports of a recipe."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -274,12 +274,3 @@ def runnable_files(job: Job, model: Model) -> dict[str, tuple[Path, str | None]]
             except DeviceError as error:  # not every processor computes in the precision of every file
                 job.progress.note(f"not run here: {error.message}")
     return runnable
-
-
-def describe_fp32_layers(job: Job) -> Iterator[str]:
-    """One sentence for each exported file with searched fp32 layers."""
-    for path in (planned.path for planned in _existing(job)):
-        if result := read_sidecar(path).get("islands_search"):
-            proxy = ", which is a proxy for the GPU" if result["proxy"] else ""
-            layers, count = ", ".join(result["chosen"]) or "nothing", len(result["tries"])
-            yield f"{path.name} keeps {layers} in fp32. Sets tried: {count}, evaluated by {result['judge']}{proxy}."

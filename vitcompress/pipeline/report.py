@@ -28,7 +28,6 @@ from vitcompress.methods.base import Choice, read_memo
 from vitcompress.methods.table import find_method
 from vitcompress.models.checkpoint import read_plan
 from vitcompress.models.cost import count_cost
-from vitcompress.pipeline.export import describe_fp32_layers
 from vitcompress.pipeline.folder import dense_folder_of_run
 from vitcompress.pipeline.job import Job
 from vitcompress.pipeline.latency import measured_on
@@ -214,10 +213,20 @@ def _artifact(
         "batch": sidecar["build"].get("batch"),
         "variable_batch": sidecar["build"].get("variable_batch", False),
         "agreement": agreement,
+        "fp32_layers": _describe_fp32_layers(path.name, sidecar.get("islands_search")),
         "accuracy": accuracy.get(path.name),
         "speed": find_speed(measured, sha256, {"transfers": False}),
     }
     return cast(ArtifactRecord, record)
+
+
+def _describe_fp32_layers(name: str, search: Mapping[str, Any] | None) -> str | None:
+    """A sentence about the layers that a search keeps in fp32."""
+    if not search:
+        return None
+    proxy = ", which is a proxy for the GPU" if search["proxy"] else ""
+    layers, count = ", ".join(search["chosen"]) or "nothing", len(search["tries"])
+    return f"{name} keeps {layers} in fp32. Sets tried: {count}, evaluated by {search['judge']}{proxy}."
 
 
 def describe_agreement(name: str, sidecar: Mapping[str, Any]) -> str:
@@ -294,7 +303,6 @@ def _remarks(job: Job) -> Iterator[str]:
     dense = (read_record(job.files.accuracy) or {}).get("dense")
     if dense and job.data is not None and guessed(dense["correct"], job.data.test.labels):
         yield "The dense model is no better than guessing, so these accuracies do not show what pruning costs."
-    yield from describe_fp32_layers(job)
     yield from job.notes()
     if job.runtime.device.type == "cpu":
         yield "Measured on a CPU: ratios do not carry over to other hardware."
