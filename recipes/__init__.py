@@ -68,5 +68,5 @@ def _read(wanted: str, name: str, hint: str) -> str:
     close = close_matches(name, choices) or [choice for choice in choices if name.lower() in choice.split("_")][:3]
     raise InputError(
         f"there is no {wanted} called {name!r}, and no such file{'; nearest: ' if close else ''}{', '.join(close)}",
-        hint=f"{hint}; the path of a .toml file is also accepted",
+        hint=f"{hint}; `vitcompress {wanted} PATH.toml` runs a file of yours",
     )

@@ -171,7 +171,7 @@ def check_options(options: ExportOptions) -> None:
         raise InputError(f"opset {options.opset} has no convolution in bf16", hint=f"use --opset {BF16_FROM} or none")
     useless = {"int8": (), "fp8": ("weight_bits",)}.get(options.precision, ONLY_EIGHT_BITS)
     if wrong := [name for name in options.changed() if name in useless]:
-        raise InputError(f"{wrong[0]} has no effect in {options.precision}", hint="omit it, or use --precision int8")
+        raise InputError(f"{wrong[0]} has no effect in {options.precision}", hint="omit it, or use precision int8")
     if options.precision == "fp8" and (options.opset or DEFAULT_OPSET) >= ATTENTION_NODE_FROM:
         message = f"opset {options.opset} exports attention as one node, whose products have no inputs to quantize"
         raise InputError(message, hint=f"use --opset {DEFAULT_OPSET} or omit it")

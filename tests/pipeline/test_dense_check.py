@@ -163,6 +163,54 @@ def test_a_continued_run_does_not_measure_again(monkeypatch: pytest.MonkeyPatch)
     assert Path("mine.toml").read_text() == text
 
 
+def test_other_test_images_are_measured_again() -> None:
+    run(*OPTIONS, "--expect", "99", "--out", "run")
+    for name, other in zip(NAMES, ("x", *NAMES), strict=False):  # each label is wrong
+        Path("pictures/val", name).rename(Path("pictures/val", other))
+    Path("pictures/val/x").rename(Path("pictures/val", NAMES[-1]))
+    assert " of 48)" in run(*OPTIONS, "--expect", "99", "--out", "run", code=1)["error"]
+
+
+def test_a_finished_run_is_not_continued_with_other_weights() -> None:
+    run("--out", "run")
+    torch.save({k: v + 1 for k, v in torch.load("plain.pth").items()}, "plain.pth")
+    for words in ((), ("--dry-run",)):
+        result = run("--out", "run", *words, code=2)
+        assert "plain.pth has other weights" in (result.get("error") or result["missing"][0])
+    Path("plain.pth").unlink()
+    run("--out", "run")  # it needs no weights
+
+
+def test_a_finished_run_is_rejected_by_a_dry_run_that_expects_an_accuracy_of_missing_images() -> None:
+    run("--out", "run")
+    Path("pictures").rename("moved")
+    run("--dry-run", "--out", "run")
+    for words in ((), ("--dry-run",)):
+        run("--expect", "30", "--out", "run", *words, code=2)
+
+
+def test_other_class_names_are_not_those_of_the_dense_model() -> None:
+    words = ("--classes", "names.txt", "--out", "run", "--expect", "99")
+    Path("names.txt").write_text("\n".join(NAMES))
+    run(*words, code=1)
+    Path("names.txt").write_text("\n".join((*NAMES[:-1], "snow")))
+    for more in ((), ("--dry-run",)):
+        result = run(*words[:-2], *more, code=2)
+        assert "label_names.3 is 'white' there, 'snow' here" in (result.get("error") or result["missing"][0])
+
+
+def test_a_check_needs_a_dry_run() -> None:
+    assert "--check is for dry runs" in expect_error("recipe", "mine.toml", "--check")
+
+
+def test_images_of_a_calibration_are_those_of_the_run() -> None:
+    run("--out", "run")
+    assert CliRunner().invoke(cli.main, ["export", "run", "--precision", "int8"]).exit_code == 0
+    for file in Path("pictures/train").rglob("*.png"):
+        shutil.copy(next(Path("pictures/val").rglob("*.png")), file)
+    assert "int8 needs images: the images or labels" in expect_error("export", "run", "--precision", "int8")
+
+
 def test_what_the_weights_do_not_state_is_a_note() -> None:
     (note,) = (note for note in run("--dry-run")["notes"] if "do not state" in note)
     assert "weights do not state mean, std, interpolation, crop_pct." in note and "--crop-pct V" in note

@@ -130,6 +130,15 @@ def test_costs_need_no_data() -> None:
     assert result["missing"] == [] and result["notes"][0] == "no data folder is set: set it with --data PATH"
     assert result["cost"]["compressed"]["params"] < result["cost"]["dense"]["params"]
     expect_error("recipe", "deit_s_hetdpt")
+    assert dry_run(0, "recipe", "deit_s_hetdpt", "--export", "onnx", "--set", "export.precision=int8")["missing"] == []
+
+
+def test_the_hint_for_int8_without_training_can_be_followed() -> None:
+    words = ["recipe", "small.toml", "--structure-only", "--set", "quantize.epochs=1", "--export", "onnx"]
+    (problem,) = dry_run(2, *words, "--set", "export.precision=int8")["missing"]
+    hint = problem.partition("or use ")[2]
+    assert hint == "--set export.precision=fp32 --set quantize="
+    dry_run(0, *words, *hint.split())
 
 
 @pytest.mark.parametrize("name", ["magnitude", "hetdpt_plus"])

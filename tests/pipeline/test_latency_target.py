@@ -122,7 +122,11 @@ def test_a_latency_target_is_not_measured_on_another_device(tmp_path: Path) -> N
     sets = ("step.0.target=latency", "step.0.amount=1.0")
     with pytest.raises(DeviceError, match=r"the latency target is for cuda:77") as caught:
         check_latency(job(tmp_path, *sets, device="cuda:77"))
-    assert "latency_on=torch" in str(caught.value.hint)
+    assert "--set step.0.latency_on=torch" in str(caught.value.hint)
+    about = job(tmp_path, *sets, device="cuda:77")
+    with pytest.raises(DeviceError) as caught:
+        check_latency(replace(about, steps=(replace(job(tmp_path).steps[0]), replace(about.steps[0], number=1))))
+    assert "--set step.1.latency_on=torch" in str(caught.value.hint)
     problems = dry_run._list_problems(list_checks(job(tmp_path, *sets, device="cuda:77"), dry=True))
     assert any("the latency target is for cuda:77" in problem for problem in problems)
 
@@ -247,6 +251,16 @@ def test_a_step_after_a_latency_target_is_planned_on_the_measured_widths(tmp_pat
     heads = first.heads.get("blocks.0.attn", 4)
     assert run.passed and second.heads["blocks.0.attn"] == round(heads / 2)
     assert len(second.kept["blocks.0.v"]) * heads == len(first.kept["blocks.0.v"]) * round(heads / 2)
+
+
+@pytest.mark.usefixtures("simulated_clock")
+def test_the_range_of_a_second_latency_is_that_after_the_first(tmp_path: Path) -> None:
+    """The sizes of the first step, without its latency, leave a structure that is too small for the second."""
+    recipe = load_recipe("digits_isomorphic", [*WHOLE, *QUICK, "step.0.amount=60"])
+    second = replace(recipe.steps[0], options=replace(recipe.steps[0].options, amount=50))
+    recipe = replace(recipe, steps=(*recipe.steps, second))
+    run = run_recipe(recipe, RunOptions(out=tmp_path / "run", structure_only=True))
+    assert run.report["cost"]["compressed"]["params"] == pytest.approx(50 * PER_MS, rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,7 @@ def test_all_mistakes_in_steps_are_listed_with_a_command_that_works() -> None:
     assert "at least one [[step]]" in str(error.value) and "recipes keys NAME" in str(error.value.hint)
     assert "keys" not in expect_error("recipe", "small.toml", "--set", "finetune.epochs=-1")
     assert "no recipe" in expect_error("recipes", "keys", "nosuch")
+    assert "`vitcompress recipe PATH.toml` runs a file" in expect_error("recipes", "show", "nosuch")
 
 
 @pytest.fixture(scope="module")

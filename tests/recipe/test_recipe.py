@@ -347,6 +347,14 @@ def test_another_model_starts_without_the_arguments_of_the_recipe(file: Path) ->
     assert replace(other, model=load_recipe(str(file)).model) == load_recipe(str(file))
 
 
+def test_the_model_of_an_option_needs_no_table(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('[[step]]\nmethod = "fold"\n')
+    assert load_recipe(file, model="vit_tiny_patch16_224", weights="random").model.name == "vit_tiny_patch16_224"
+    with pytest.raises(RecipeError, match="model"):
+        load_recipe(file)
+
+
 def test_a_teacher_is_used_unless_distillation_is_none(file: Path) -> None:
     """As `teacher` of `vc.finetune` is."""
     assert load_recipe(str(file)).finetune.distillation == "none"

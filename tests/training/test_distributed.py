@@ -129,6 +129,14 @@ def test_a_group_that_the_caller_joined_without_variables_is_used(tmp_path: Path
     assert last == [f"{rank} 2 False 3.0" for rank in (0, 1)]
 
 
+def test_a_rank_without_other_processes_is_that_of_another_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    runtime = start("cpu")
+    assert runtime.is_main and runtime.world_size == 1
+    assert "digits_hetdpt" in CliRunner().invoke(cli.main, ["recipes"]).stdout
+
+
 def test_cuda_without_a_number_is_the_gpu_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (parse_device("cuda"), parse_device("cuda:2")) == (("cuda", 0), ("cuda", 2))
     monkeypatch.setenv("LOCAL_RANK", "1")

@@ -324,6 +324,11 @@ def test_a_folder_without_a_manifest_works_and_can_be_adopted(run: Path) -> None
     assert command("verify", run)[0] == 0
 
 
+def test_paths_in_commands_are_quoted(tmp_path: Path) -> None:
+    (check,) = manifest_checks(RunFolder(tmp_path / "my runs"))
+    assert f"`vitcompress verify '{tmp_path}/my runs' --adopt`" in check.detail
+
+
 def test_a_manifest_keeps_the_origin_of_a_dense_model_when_it_is_adopted_again(run: Path) -> None:
     """Without `source` and `images`, a run continues with other weights or images than it was started with."""
     origin = {"source": {"weights": "mine.pth", "sha256": "0" * 64}, "images": "digits"}

@@ -152,7 +152,7 @@ def _print_error(error: VitcompressError, as_json: bool) -> int:
 
 def is_main_process() -> bool:
     """Whether this process prints, of all that torchrun has started."""
-    return os.environ.get("RANK", "0") == "0"
+    return os.environ.get("RANK", "0") == "0" or os.environ.get("WORLD_SIZE", "1") == "1"
 
 
 def _keep(ctx: click.Context, param: click.Parameter, value: bool) -> None:

@@ -1,6 +1,7 @@
 """Run a recipe or a study; list and explain recipes."""
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ def recipe(
     model: str | None,
     set: tuple[str, ...],
     dry_run: bool,
+    check: bool,
     max_drop: float | None,
     require_verified: bool,
     **options: Any,
@@ -54,6 +56,8 @@ def recipe(
     """
     if max_drop is not None and options["structure_only"]:
         raise InputError("--max-drop needs accuracies, --structure-only measures none", hint="leave one of them out")
+    if check and not dry_run:
+        raise InputError("--check is for dry runs, and this is none", hint="add --dry-run, or use --expect")
     with show_progress(collect=not dry_run) as progress:
         from vitcompress.recipe.load import load_recipe
 
@@ -68,7 +72,7 @@ def recipe(
         from vitcompress.pipeline.job import RunOptions
         from vitcompress.pipeline.run import run_recipe
 
-        check = options.pop("check") or options["expect"] is not None
+        check = check or options["expect"] is not None
         settings = RunOptions(preprocessing=opt.take(options, Preprocessing), **options)
         if dry_run:
             plan = dry_run_recipe(loaded, settings, check=check)
@@ -87,7 +91,8 @@ def recipe(
 
     drops = list_run_drops(result.folder.name, result.report, max_drop) if result.report else []
     limits = {"passed": result.passed and not drops, "max_drop": max_drop, "drops": drops}
-    failed = [] if result.passed else [f"a check failed: `vitcompress verify {result.folder}` shows which"]
+    verify = f"vitcompress verify {shlex.quote(str(result.folder))}"
+    failed = [] if result.passed else [f"a check failed: `{verify}` shows which"]
     data = {"folder": str(result.folder), **limits, **result.report}
     if code := print_result(data, draw, "\n".join([*failed, *drops])):
         return code

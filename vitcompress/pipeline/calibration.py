@@ -27,7 +27,8 @@ from vitcompress.io.tensors import save_tensors, tensors_digest
 from vitcompress.io.validation import check_record
 from vitcompress.models.checkpoint import load_model_files, read_plan, write_model
 from vitcompress.models.create import current_plan, input_config
-from vitcompress.pipeline.dense import load_dense
+from vitcompress.pipeline.dense import check_images, load_dense
+from vitcompress.pipeline.folder import dense_folder_of_run
 from vitcompress.pipeline.job import Job
 from vitcompress.pipeline.training import teacher_for, train_model
 from vitcompress.recipe.load import load_recipe_of_run
@@ -111,10 +112,12 @@ class Calibration:
                 raise InputError(message, hint="export a folder with a recipe.toml, or pass data to vitcompress.export")
             recipe = load_recipe_of_run(self.files.recipe)
             try:
-                self.training, self.seed = open_data(recipe.data, recipe.run.seed).train, recipe.run.seed
+                data = open_data(recipe.data, recipe.run.seed)
+                check_images(dense_folder_of_run(self.files.path), data)
             except InputError as error:
                 hint = "export where the images of the run are, or pass data to vitcompress.export in Python"
                 raise InputError(f"{self.options.precision} needs images: {error.message}", hint=hint) from None
+            self.training, self.seed = data.train, recipe.run.seed
         return random_images(self.training, input_config(self.model), count, self.seed)
 
 

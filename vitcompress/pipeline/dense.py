@@ -2,21 +2,25 @@
 
 from contextlib import nullcontext
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 from torch import nn
 
-from vitcompress.errors import CheckFailedError, DataError, WeightsError
+from vitcompress.errors import CheckFailedError, DataError, InputError, WeightsError
 from vitcompress.io.files import read_record, write_json
 from vitcompress.io.manifest import check_unchanged, read_manifest, write_manifest
 from vitcompress.io.run_folder import RunFolder
-from vitcompress.io.text import describe_value
-from vitcompress.models.checkpoint import load_model, write_model
+from vitcompress.io.text import describe_differences, describe_value
+from vitcompress.models.checkpoint import load_model, read_plan, write_model
 from vitcompress.models.create import create_model, randomize_constants
 from vitcompress.models.weights import read_source
-from vitcompress.pipeline.folder import claim_folder, remove_unfinished
+from vitcompress.pipeline.folder import claim_folder, dense_folder, remove_unfinished
 from vitcompress.pipeline.job import Job
 from vitcompress.pipeline.training import measure_accuracy, train_model
 from vitcompress.recipe.load import dense_settings
+from vitcompress.recipe.schema import Recipe
+from vitcompress.training.data import Splits, images_digest
 from vitcompress.training.datasets import Images, few
 from vitcompress.training.metrics import Accuracy, guessed
 
@@ -43,15 +47,34 @@ def create_dense(job: Job) -> None:
 
 
 def check_source(job: Job) -> None:
-    """Raise InputError if the dense model was changed, or weights or images are no longer those that it is from."""
+    """Raise InputError if the dense model was changed, or is not from the present images, arguments and weights."""
     check_unchanged(job.dense_folder)
-    manifest = read_manifest(job.dense_folder)
-    if job.data is not None and manifest.get("images") not in (None, job.data.digest):
-        message = f"the images or labels of {job.data.name} are not those that {job.dense_folder} was created with"
+    if job.data is not None:
+        check_images(job.dense_folder, job.data)
+    plans = read_plan(RunFolder(job.dense_folder).plan), job.base
+    if changed := describe_differences(*({"model.args": dict(plan.arch_args)} for plan in plans)):
+        message = f"the model is not that of {job.dense_folder}: {'; '.join(changed)}"
+        raise InputError(message, hint="restore the recipe's files, or delete this folder and start over with --fresh")
+    if job.weights_problem is None and job.resolved.weights != "hub":  # which may need a network
+        _check_weights(job.dense_folder, job.resolved.weights)
+
+
+def check_images(folder: Path, data: Splits) -> None:
+    """Raise DataError if the dense model in `folder` was created with other training or held-out images."""
+    if read_manifest(folder).get("images") not in (None, data.digest):
+        message = f"the images or labels of {data.name} are not those that {folder} was created with"
         raise DataError(message, hint="restore the original images, or delete this folder and start over with --fresh")
-    before, weights = manifest.get("source", {}), job.resolved.weights
-    known = before and job.weights_problem is None and weights != "hub"  # which may need a network
-    if known and (now := read_source(weights, job.base.arch))["sha256"] != before["sha256"]:
+
+
+def check_finished(recipe: Recipe, folder: Path) -> None:
+    """Raise WeightsError if the recipe's file of weights is not the one that the finished run in `folder` used."""
+    if (file := Path(recipe.model.weights)).is_absolute() and file.exists():
+        _check_weights(dense_folder(recipe, folder), recipe.model.weights)
+
+
+def _check_weights(folder: Path, weights: str) -> None:
+    before = read_manifest(folder).get("source")
+    if before and (now := read_source(weights, ""))["sha256"] != before["sha256"]:
         message = "{} has other weights (sha256 {:.12}) than this run was started with, {} ({:.12})"
         hint = "--fresh starts over with them; without it, restore the original weights"
         raise WeightsError(message.format(*now.values(), *before.values()), hint=hint)
@@ -86,17 +109,20 @@ def _check_images(job: Job) -> tuple[str, Images]:
 
 
 def check_dense(job: Job) -> None:
-    """Report the accuracy of the dense model before the first step, which is measured once per run.
+    """Report the accuracy of the dense model before the first step, which is measured once for the same images.
 
     Raises CheckFailedError if it is worse than expected.
     """
     if why_unchecked(job):
         return
-    record = job.files.dense_accuracy
-    known = job.runtime.broadcast(read_record(record, Accuracy) if job.runtime.is_main else None)
-    accuracy = Accuracy(**known) if known else measure_accuracy(job, load_dense(job), _check_images(job)[1])
+    assert job.data is not None
+    record, images = job.files.dense_accuracy, _check_images(job)[1]
+    digest = images_digest(job.data.classes, images)
+    stored = read_record(record, dict[str, Accuracy]) if job.runtime.is_main else None
+    known: Any = job.runtime.broadcast((stored or {}).get(digest))
+    accuracy = Accuracy(**known) if known else measure_accuracy(job, load_dense(job), images)
     if job.runtime.is_main and not known:
-        write_json(record, asdict(accuracy))
+        write_json(record, {digest: asdict(accuracy)})
     notes, problem = examine_dense(job, accuracy)
     for line in notes:
         job.progress.note(line)

@@ -21,7 +21,7 @@ from vitcompress.models.cost import Cost, count_cost
 from vitcompress.models.create import OVERLAY
 from vitcompress.models.source import DEFAULT, Setting
 from vitcompress.models.weights import NOT_FILES
-from vitcompress.pipeline.dense import examine_dense, has_dense, preview_dense, why_unchecked
+from vitcompress.pipeline.dense import check_finished, examine_dense, has_dense, preview_dense, why_unchecked
 from vitcompress.pipeline.folder import check_folder
 from vitcompress.pipeline.job import Job, RunOptions, apply_options, create_job
 from vitcompress.pipeline.latency import describe_searches
@@ -83,7 +83,8 @@ def dry_run_recipe(recipe: Recipe, options: RunOptions, *, check: bool = False) 
     recipe = apply_options(recipe, options)
     folder, data, done = options.folder(recipe), None, False
     with suppress(OSError):  # reported by `check_folder`
-        done = options.is_done(RunFolder(folder))  # then neither data nor weights are needed
+        # Then neither data nor weights are needed, except to check an expected accuracy.
+        done = options.is_done(RunFolder(folder)) and options.expect is None
     no_path, unopened = list[str](), list[str]()
     if not options.structure_only and not (no_path := _list_problems([partial(check_named, recipe.data)])):
         try:
@@ -99,7 +100,7 @@ def dry_run_recipe(recipe: Recipe, options: RunOptions, *, check: bool = False) 
         partial(check_folder, folder, recipe, structure_only=options.structure_only, fresh=options.fresh),
         partial(check_device, recipe.run.device, recipe.run.amp),
     ]
-    checks += [] if done else list_checks(job, dry=True, opened=not unopened)
+    checks += [partial(check_finished, recipe, folder)] if done else list_checks(job, dry=True, opened=not unopened)
     problems = _list_problems(checks)
     missing = problems if done and not problems else unopened + problems
     plan = DryRun(

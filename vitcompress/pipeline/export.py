@@ -1,5 +1,6 @@
 """Write exported files: check the range of fp16, search fp32 layers, export; and all exports of a recipe."""
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -198,6 +199,7 @@ def export_models(job: Job) -> None:
     A file that half precision cannot represent is reported and omitted; the rest of the run continues without it.
     """
     traces: dict[Model, dict[Any, Any]] = {"dense": {}, "model": {}}
+    folder = shlex.quote(str(job.folder))
     for planned in _planned_files(job):
         path, exporter = planned.path, planned.exporter
         if path.name not in rejected_exports(job.folder) and not _is_complete(planned):
@@ -205,11 +207,11 @@ def export_models(job: Job) -> None:
             try:
                 _export_file(job, planned, traces[planned.model])
             except (CheckFailedError, PrecisionError) as error:
-                remedy = f"; {error.hint} in `vitcompress export {job.folder}`" if error.hint else ""
+                remedy = f"; {error.hint} in `vitcompress export {folder}`" if error.hint else ""
                 reject_export(job.folder, path.name, f"{error.message}{remedy}")
                 job.progress.note(f"{error.message}{remedy}")
         if planned.model == "model" and (reason := exporter.cannot_run()):
-            job.progress.note(f"{exporter.name} was built, not run; {reason} (`vitcompress verify {job.folder}`)")
+            job.progress.note(f"{exporter.name} was built, not run; {reason} (`vitcompress verify {folder}`)")
 
 
 def _is_complete(planned: PlannedFile) -> bool:

@@ -47,24 +47,26 @@ def describe_searches(job: Job) -> Iterator[str]:
             minutes = math.ceil(((count + 2) * SECONDS + 2 * PATIENCE) / 60)
             yield (
                 f"Step {step.number + 1} prunes to {goal}, which a dry run does not check; the cost above is that of "
-                "the recipe's sizes. A run is rejected if the latency is not between those of the largest and the "
-                f"smallest structure. It measures at most {count} candidates, in up to {minutes} min, and exports them."
+                "the recipe's sizes. A run ends if the latency is not between those of the largest and the smallest "
+                "structure; for the first such step it checks this before the training. It measures at most "
+                f"{count} candidates, in up to {minutes} min, and exports them."
             )
 
 
 def check_latency(job: Job) -> None:
-    """Check that each latency target can be measured and reached, with random weights; nothing if its steps are done.
+    """Check that latency targets can be measured, and the first one reached, with random weights, unless it is done.
 
-    Raises PlanError if no structure of a step reaches its latency, and as `check_clock`.
+    The sizes before later ones are those that the first one leads to. Raises PlanError if no structure reaches the
+    first one, and as `check_clock`.
     """
-    timed = [step for step in job.steps if goal_of(step.options)]
-    done = not job.options.fresh and all(step.files.plan.is_file() for step in timed)
-    if not timed or job.runtime.broadcast(done):
+    timed = [step.number for step in job.steps if goal_of(step.options)]
+    left = [number for number in timed if job.options.fresh or not job.steps[number].files.plan.is_file()]
+    if not (left := job.runtime.broadcast(left)):
         return
     check_clock(job)
     model, plan = create_model(job.base.arch, job.base.arch_args), job.base
     with distributed.cpu_threads(job.recipe.run.threads):
-        for step in job.steps[: timed[-1].number + 1]:
+        for step in job.steps[: timed[0] + 1] if left == timed else ():
             if goal := goal_of(step.options):
                 job.progress.stage(f"Measure the range of latencies of step {step.number + 1}")
                 context = context_for(model, plan=plan, latency=create_clock(job), progress=job.progress)
@@ -78,10 +80,11 @@ def check_clock(job: Job) -> None:
     """Raise DeviceError or InputError if the runtime of a latency target is missing, or lacks device or precision."""
     table, cpu = job.recipe.export, job.runtime.device.type == "cpu"
     problems = {"onnxruntime": job.onnx_problem, "openvino": None if cpu else "it runs on the CPU"}
-    for goal in filter(None, (goal_of(step.options) for step in job.steps)):
+    for step, goal in [(step, goal) for step in job.steps if (goal := goal_of(step.options))]:
         if problem := problems.get(goal.runtime):
             message = f"the latency target is for {job.runtime.device}, where {goal.runtime} does not work: {problem}"
-            raise DeviceError(message, hint="measure with torch (--set step.0.latency_on=torch), or use --device cpu")
+            torch_instead = f"measure with torch (--set step.{step.number}.latency_on=torch)"
+            raise DeviceError(message, hint=f"{torch_instead}, or use --device cpu")
         try:
             if goal.runtime in RUNTIME_FORMATS:
                 exporter = available_exporter(RUNTIME_FORMATS[goal.runtime], hint=OTHER_RUNTIME)

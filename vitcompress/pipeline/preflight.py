@@ -22,7 +22,7 @@ from vitcompress.pipeline.job import Job, RunOptions, create_job
 from vitcompress.pipeline.latency import check_clock, check_latency
 from vitcompress.pipeline.training import check_teacher
 from vitcompress.plan import is_within
-from vitcompress.recipe.schema import Recipe
+from vitcompress.recipe.schema import QuantizeTable, Recipe
 from vitcompress.training.data import Splits, check_classes, open_data
 from vitcompress.training.datasets import as_images
 from vitcompress.training.distributed import Runtime
@@ -91,8 +91,9 @@ def check_batch(job: Job) -> None:
 def check_exports(job: Job) -> None:
     """Raise InputError for unknown fp32 layers, no images to calibrate int8 or fp8 on, and unsupported attentions."""
     table = job.recipe.export
-    if table.eight_bits and job.data is None:
-        hint = "omit --structure-only, or use --set export.precision=fp32"
+    if table.eight_bits and job.options.structure_only:
+        other = "--set export.precision=fp32" + " --set quantize=" * (job.recipe.quantize != QuantizeTable())
+        hint = f"omit --structure-only, or use {other}"
         raise InputError(f"export.precision {table.precision} needs images of the training data", hint=hint)
     islands = [name for name in table.islands if name != AUTO]
     expand_layers(job.blank, islands)

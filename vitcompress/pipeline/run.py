@@ -102,7 +102,7 @@ def _complete_manifest(folder: Path, recipe: Recipe, progress: Progress) -> None
         remove_unfinished(folder)
     progress.stage("Verify")
     if not verify_folder(folder, dense=dense_folder(recipe, folder), progress=progress, adopt=True).passed:
-        hint = f"`vitcompress verify {folder}` lists the checks"
+        hint = f"`vitcompress verify {shlex.quote(str(folder))}` lists the checks"
         raise CheckFailedError(f"{folder} has no manifest, and a check failed", hint=hint)
 
 
@@ -137,6 +137,7 @@ def run_recipe(
         stack.callback(runtime.stop)
         stack.enter_context(runtime.no_autocast())
         if runtime.broadcast(options.is_done(RunFolder(folder))):
+            dense.check_finished(recipe, folder)
             progress.note(f"all is done: {folder}; --fresh starts over")
             if options.expect is not None:
                 dense.check_dense(prepare(recipe, options, runtime, progress, data))

@@ -32,7 +32,7 @@ def load_recipe(
     there is no such recipe.
     """
     _, data = read_table("recipe", source := str(source))
-    if isinstance(table := data.get("model"), dict):
+    if isinstance(table := data.setdefault("model", {}) if model else data.get("model"), dict):
         table |= {} if model is None else {"name": model, "args": {}}
         table |= {} if weights is None else {"weights": weights}
     if weights not in (None, "train"):

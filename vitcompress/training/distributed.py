@@ -98,7 +98,8 @@ def start(device: str | torch.device = "auto", amp: Amp = "none", workers: int =
     device: of `check_device`. Raises DeviceError if this machine lacks device or precision, or not all processes join.
     """
     chosen = check_device(device, amp)
-    rank, world_size = (int(os.environ.get(*one)) for one in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0")) if world_size > 1 else 0  # other programs set the former alone
     if distributed.is_initialized():
         rank, world_size, joined = distributed.get_rank(), distributed.get_world_size(), False
     elif joined := world_size > 1:

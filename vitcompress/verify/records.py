@@ -1,5 +1,6 @@
 """Check what a finished run recorded: no file changed since then, and the counts follow from the stored results."""
 
+import shlex
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -35,8 +36,8 @@ def manifest_checks(files: RunFolder, *, adopt: bool = False) -> Iterator[Check]
     if (isinstance(report, dict) and report.get(MANIFEST)) or _was_checked(files):
         yield Check(MANIFEST, "failed", detail=f"{files.manifest.name} is missing; {REMEDY}")
     elif report or not files.recipe.is_file():
-        detail = f"there is no {files.manifest.name}; `vitcompress verify {files.path} --adopt` writes one"
-        yield Check(MANIFEST, "not_run", detail=detail)
+        adopt_it = f"vitcompress verify {shlex.quote(str(files.path))} --adopt"
+        yield Check(MANIFEST, "not_run", detail=f"there is no {files.manifest.name}; `{adopt_it}` writes one")
 
 
 def _was_checked(files: RunFolder) -> bool:
