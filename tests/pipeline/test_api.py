@@ -762,6 +762,11 @@ def test_weights_in_half_precision_and_another_amp(dtype: torch.dtype, amp: Any)
     assert 0 < history[0]["loss"] < 10
 
 
+def test_autocast_has_no_effect_on_float64() -> None:
+    with pytest.raises(InputError, match=r"amp is 'bf16', but the weights are torch\.float64"):
+        vc.finetune(model().double(), batches(), epochs=1, amp="bf16")
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_images_are_converted_to_the_type_of_the_weights(dtype: torch.dtype) -> None:
     exact = [(images.to(torch.bfloat16).float(), labels) for images, labels in batches()]
@@ -881,6 +886,18 @@ def test_a_folder_belongs_to_one_plan(tmp_path: Path) -> None:
     for network, data, ratio in calls:
         with pytest.raises(InputError, match="contains a plan of another model or call"):
             vc.plan(network, "isomorphic", data, folder=tmp_path, align=FINE, keep_ratio=ratio)
+
+
+def test_a_rejected_call_does_not_occupy_its_folder(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="ema needs held-out images"):
+        vc.finetune(model(), batches(), epochs=1, folder=tmp_path / "new", ema=0.9)
+    assert not list((tmp_path / "new").iterdir())
+    vc.finetune(model(), batches(), epochs=1, folder=tmp_path / "new", ema=0.9, val_data=batches())
+    with pytest.raises(InputError, match="of another model or call"):
+        vc.finetune(model(), batches(), epochs=1, folder=tmp_path / "new")
+    with pytest.raises(InputError):
+        vc.plan(model(), "fixed", folder=tmp_path / "plan", activation=[9])
+    vc.plan(model(), "fixed", folder=tmp_path / "plan", activation=[0])
 
 
 def test_a_folder_belongs_to_one_training(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from PIL import Image
 import vitcompress as vc
 from vitcompress import cli
 from vitcompress.io.run_folder import RunFolder
+from vitcompress.pipeline import training
+from vitcompress.training.loaders import EVAL_BATCH
 
 ARGS = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
 IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
@@ -197,6 +199,14 @@ def test_other_class_names_are_not_those_of_the_dense_model() -> None:
     for more in ((), ("--dry-run",)):
         result = run(*words[:-2], *more, code=2)
         assert "label_names.3 is 'white' there, 'snow' here" in (result.get("error") or result["missing"][0])
+
+
+def test_images_are_evaluated_in_batches_that_do_not_depend_on_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a training may be split into parts to fit into memory."""
+    sizes, real = list[int](), training.EvalLoader
+    monkeypatch.setattr(training, "EvalLoader", lambda *about: sizes.append(about[2]) or real(*about))
+    check("--set", "finetune.batch_size=20")
+    assert sizes == [EVAL_BATCH]
 
 
 def test_a_check_needs_a_dry_run() -> None:

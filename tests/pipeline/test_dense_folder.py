@@ -6,14 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from vitcompress import recipes
-from vitcompress.errors import RecipeError
+from vitcompress.errors import OutputError, RecipeError
 from vitcompress.io.files import write_json
+from vitcompress.io.progress import SILENT
 from vitcompress.io.run_folder import RunFolder
-from vitcompress.pipeline.folder import dense_folder, dense_folder_of_run
+from vitcompress.pipeline.dense import create_dense
+from vitcompress.pipeline.folder import claim_folder, dense_folder, dense_folder_of_run
+from vitcompress.pipeline.job import RunOptions, create_job
 from vitcompress.recipe.load import dense_key, dense_settings, load_recipe, load_recipe_of_run
 from vitcompress.recipe.schema import Recipe
+from vitcompress.training.distributed import Runtime
 
 
 @pytest.fixture
@@ -104,3 +109,10 @@ def test_the_folder_of_a_run_does_not_depend_on_its_methods(tmp_path: Path, reci
             load_recipe(str(run / "recipe.toml"))
         assert dense_folder_of_run(run) == tmp_path / f"dense-{dense_key(recipe)}"
         assert load_recipe_of_run(run / "recipe.toml").data == recipe.data
+
+
+def test_several_processes_do_not_wait_for_the_dense_model_of_another_run(tmp_path: Path, recipe: Recipe) -> None:
+    """The first would wait for the lock, and the others for the first, but not for as long."""
+    about = create_job(recipe, RunOptions(tmp_path / "run"), Runtime(torch.device("cpu"), world_size=2), SILENT, None)
+    with claim_folder(about.dense_folder), pytest.raises(OutputError, match="another process is working in"):
+        create_dense(about)

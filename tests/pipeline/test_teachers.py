@@ -11,6 +11,7 @@ from command_line import begin, expect_error, recipe_with
 from safetensors.torch import load_file, save_file
 from whole_runs import ARCH, ARGS
 
+import vitcompress as vc
 from vitcompress.cli import main
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.models.checkpoint import write_model
@@ -100,12 +101,21 @@ def test_a_teacher_that_cannot_teach(kind: str, teacher: dict[str, int], sentenc
     assert sentence in expect_error("recipe", "small.toml", *sets)
 
 
+def test_a_teacher_that_orders_the_classes_otherwise() -> None:
+    vc.save_model(create_model(ARCH, {**ARGS, "num_classes": 10}), "teacher", classes=[*"1023456789"])
+    message = expect_error("recipe", "small.toml", *taught_by("finetune.teacher=teacher"))
+    assert "has the classes of the student in another order" in message
+
+
 def test_a_student_that_becomes_narrower_than_its_teacher() -> None:
     path = recipe_with(
         'method = "random"\npruned_layers = 2', 'method = "isomorphic"\nalign = { residual = 4, ffn = 4, head_dim = 2 }'
     )
     message = expect_error("recipe", path, *taught_by("finetune.distillation=features"))
     assert "pooled features have 16 channels" in message
+    pruned = taught_by("finetune.distillation=features", f"finetune.teacher={teacher_run(embed_dim=8)}")
+    message = expect_error("recipe", path, *pruned, "--control")  # which is as wide as the dense model
+    assert "pooled features have 8 channels, the student's 16" in message
     assert "while layers fade out" in expect_error(
         "recipe", "small.toml", *taught_by("step.0.method=nose", "finetune.distillation=features")
     )

@@ -3,6 +3,7 @@
 import dataclasses
 import random
 import shutil
+import struct
 from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
@@ -362,6 +363,29 @@ def test_a_timm_data_set_whose_first_image_is_broken_is_rejected(tmp_path: Path)
         open_data(DataOptions("timm:torch/image_folder", str(root), test_split="val"), seed=0)
 
 
+def write_mnist(root: Path) -> None:
+    """Files as torchvision reads them, with 40 training and 20 test images."""
+    (raw := root / "MNIST" / "raw").mkdir(parents=True)
+    for name, count in (("train", 40), ("t10k", 20)):
+        pixels = np.random.default_rng(count).integers(0, 256, (count, 28, 28), np.uint8)
+        labels = (np.arange(count) % 10).astype(np.uint8)
+        (raw / f"{name}-images-idx3-ubyte").write_bytes(struct.pack(">4i", 2051, count, 28, 28) + pixels.tobytes())
+        (raw / f"{name}-labels-idx1-ubyte").write_bytes(struct.pack(">2i", 2049, count) + labels.tobytes())
+
+
+@pytest.mark.parametrize(("split", "accepted"), [(None, True), ("training", True), ("Train", False), ("val", False)])
+def test_names_of_splits_that_torchvision_does_not_know_give_no_test_images(
+    tmp_path: Path, split: str | None, accepted: bool
+) -> None:
+    write_mnist(tmp_path)
+    options = DataOptions("timm:torch/mnist", str(tmp_path), train_split=split)
+    if accepted:
+        assert len(open_data(options, seed=0).test) == 20
+    else:
+        with pytest.raises(DataError, match=f"'validation' has the images of '{split}'"):
+            open_data(options, seed=0)
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_image_that_breaks_later_is_named_in_one_sentence(tmp_path: Path, workers: int) -> None:
     root = image_folder(tmp_path, {"train": {"a": 2, "b": 2}, "val": {"a": 1, "b": 1}})
@@ -372,7 +396,7 @@ def test_an_image_that_breaks_later_is_named_in_one_sentence(tmp_path: Path, wor
         list(EvalLoader(splits.train, INPUT, 2, runtime))
     assert caught.value.message.startswith(f"image {root / 'train/a/1.png'} cannot be read")
     assert "Traceback" not in caught.value.message and "\n" not in caught.value.message
-    assert caught.value.hint == "remove or replace it"
+    assert caught.value.hint == "replace it; without it, a run starts over"
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm here")

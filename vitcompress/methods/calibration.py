@@ -9,7 +9,7 @@ from vitcompress.errors import InputError
 from vitcompress.methods.base import Context
 from vitcompress.training.data import subset
 from vitcompress.training.datasets import Images
-from vitcompress.training.loaders import EvalLoader
+from vitcompress.training.loaders import EVAL_BATCH, EvalLoader
 from vitcompress.training.metrics import evaluate
 from vitcompress.training.options import TrainOptions
 
@@ -22,7 +22,7 @@ def search_options(base: TrainOptions, epochs: int, lr: float, min_lr: float, **
 
 def accuracy(model: nn.Module, context: Context) -> float:
     """Top-1 in percent on the held-out images, a part of the training set. Leaves `model` in evaluation mode."""
-    loader = EvalLoader(_check(context.data.heldout, "held-out"), context.input, eval_batch(context), context.runtime)
+    loader = EvalLoader(_check(context.data.heldout, "held-out"), context.input, EVAL_BATCH, context.runtime)
     return 100 * evaluate(model.eval(), loader, context.runtime).top1
 
 
@@ -41,12 +41,7 @@ def calibration_images(context: Context, count: int, batch: int | None = None) -
     if len(images) < (processes := context.runtime.world_size):
         message = f"{len(images)} images cannot be shared by {processes} processes"
         raise InputError(message, hint="raise the number of images of the step, or start fewer processes")
-    return EvalLoader(images, context.input, batch or eval_batch(context), context.runtime)
-
-
-def eval_batch(context: Context) -> int:
-    """Images per process and pass without gradients: at least 128, as small training batches would be slow."""
-    return max(128, context.train.batch_size // context.runtime.world_size)
+    return EvalLoader(images, context.input, batch or EVAL_BATCH, context.runtime)
 
 
 def _check(images: Images, kind: str) -> Images:

@@ -242,8 +242,14 @@ def _recorded(record: Path, call: Mapping[str, object], model: nn.Module, what: 
     if known != call or not (stopped or weights in (before, *after)):
         message = f"{record.parent} contains a {what} of another model or call"
         raise InputError(message, hint="use another folder, or the model as it was before this call or after it")
+    created = not record.is_file()
     write_json(record, {**call, "weights": [before, *after]})
-    yield
+    try:
+        yield
+    except InputError:
+        if created and [*record.parent.iterdir()] == [record]:  # nothing was measured or trained
+            record.unlink()
+        raise
     write_json(record, {**call, "weights": [before, model_digest(model)]})
 
 

@@ -27,7 +27,8 @@ from vitcompress.training.metrics import Accuracy, guessed
 
 def create_dense(job: Job) -> None:
     """Train the dense model, or create it with the recipe's weights, unless another run does so at the same time."""
-    with claim_folder(job.dense_folder, job.progress) if job.runtime.is_main else nullcontext():
+    waits = job.progress if job.runtime.world_size == 1 else None  # other processes would not wait for the first
+    with claim_folder(job.dense_folder, waits) if job.runtime.is_main else nullcontext():
         if job.runtime.broadcast(RunFolder(job.dense_folder).manifest.is_file()):  # another run was faster
             return
         if job.runtime.is_main:

@@ -21,7 +21,7 @@ from vitcompress.pipeline.export import quarantine_failed, runnable_files
 from vitcompress.pipeline.job import Job
 from vitcompress.pipeline.report import list_names
 from vitcompress.training.data import images_digest
-from vitcompress.training.loaders import EvalLoader
+from vitcompress.training.loaders import EVAL_BATCH, EvalLoader
 from vitcompress.training.metrics import PAIRED_TESTS, evaluate_images, mcnemar, random_images
 from vitcompress.verify.folder import image_count, verify_folder
 
@@ -73,7 +73,7 @@ def evaluate_models(job: Job) -> None:
     """
     if job.data is None:
         return
-    loader = EvalLoader(job.data.test, job.input, job.recipe.finetune.batch_size, job.runtime)
+    loader = EvalLoader(job.data.test, job.input, EVAL_BATCH, job.runtime)
     digest, top1 = images_digest(job.data.classes, job.data.test), dict[str, np.ndarray]()
     wrong = read_record(job.files.mistakes, dict[str, list[int]]) or {}
     known = (read_record(job.files.accuracy, ACCURACIES) or {}).items()

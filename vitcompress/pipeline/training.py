@@ -1,6 +1,7 @@
 """Train and evaluate the models of a run on its images, and find the teacher that they learn from."""
 
 from copy import deepcopy
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -9,12 +10,12 @@ from torch import nn
 from vitcompress.errors import InputError, WeightsError
 from vitcompress.io.files import write_json
 from vitcompress.models.checkpoint import load_model
-from vitcompress.models.create import check_arguments
+from vitcompress.models.create import check_arguments, class_names_of
 from vitcompress.models.source import create_named
 from vitcompress.models.weights import hub_classes, read_source
 from vitcompress.pipeline.job import Job
 from vitcompress.training.datasets import Images
-from vitcompress.training.loaders import EvalLoader
+from vitcompress.training.loaders import EVAL_BATCH, EvalLoader
 from vitcompress.training.loop import train
 from vitcompress.training.losses import FEATURES, Objective, student_of
 from vitcompress.training.metrics import Accuracy, evaluate
@@ -49,7 +50,7 @@ def train_model(
 
 def measure_accuracy(job: Job, model: nn.Module, images: Images) -> Accuracy:
     """The accuracy of `model` on `images`; every process must call this. Raises DataError if there are none."""
-    loader = EvalLoader(images, job.input, job.recipe.finetune.batch_size, job.runtime)
+    loader = EvalLoader(images, job.input, EVAL_BATCH, job.runtime)
     accuracy = evaluate(model.to(job.runtime.device).eval(), loader, job.runtime)
     model.cpu()
     return accuracy
@@ -116,13 +117,17 @@ def check_teacher(job: Job, *, download: bool = True) -> None:
         return _check_classes(job, hub_classes(arch))
     teacher = _load_teacher(job, job.blank).to("meta")
     _check_classes(job, int(getattr(teacher, "num_classes", 0)))
-    pruned = deepcopy(job.pruned).train()  # in which patches may be dropped
+    names = class_names_of(teacher)
+    if names != job.class_names and {*names} == {*job.class_names}:
+        message = f"the teacher {finetune.teacher} has the classes of the student in another order"
+        raise InputError(message, hint="train one on these class folders, or use finetune.teacher = 'dense'")
     images, labels = torch.empty(2, *job.input.size, device="meta"), torch.zeros(2, dtype=torch.long, device="meta")
-    for options in job.trainings:
+    students = [deepcopy(model).train() for model in (job.pruned, job.blank)]  # in which patches may be dropped
+    for options, student in product(job.trainings, students[: 1 + job.options.control]):
         # Checks the image size, and that the weights of the losses train every head; the call, the shapes of features.
-        loss = Objective(pruned, options, teacher=teacher, input=job.input, device=torch.device("meta"))
+        loss = Objective(student, options, teacher=teacher, input=job.input, device=torch.device("meta"))
         if options.distillation in FEATURES:
-            loss(student_of(pruned, options.distillation, teacher), images, labels)
+            loss(student_of(student, options.distillation, teacher), images, labels)
 
 
 def _check_classes(job: Job, classes: int | None) -> None:

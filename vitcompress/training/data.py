@@ -47,9 +47,9 @@ class Splits:
         """Move a share of the training images to the held-out ones: of each class at least one, never its last."""
         labels = self.train.labels
         order = np.random.default_rng(derived_seed("heldout", seed)).permutation(len(labels))
+        order = order[np.argsort(labels[order], kind="stable")]
         heldout: list[int] = []
-        for label in np.unique(labels):
-            members = order[labels[order] == label]
+        for members in np.split(order, np.flatnonzero(np.diff(labels[order])) + 1):
             count = min(max(1, round(share * len(members))), len(members) - 1) if share else 0
             heldout += members[:count].tolist()
         kept = np.setdiff1d(np.arange(len(labels)), heldout).tolist()
@@ -209,7 +209,9 @@ def _timm(options: DataOptions) -> Splits:
             raise DataError(message, hint="check the name, --data and the splits") from error
     train, test = (getattr(part.dataset, "reader", part.dataset) for part in parts)
     files, others = ({str(sample[0]) for sample in getattr(part, "samples", ())} for part in (train, test))
-    same = splits[0] != splits[1] and files & others  # timm reads the whole folder where that of a split is missing
+    # timm reads the whole folder where that of a split is missing, and torchvision's test images for unknown splits.
+    alike = parts[0].digest == parts[1].digest and np.array_equal(*(np.array(part[0][0]) for part in parts))
+    same = options.test_split != splits[0] and (files & others if files else alike)
     numbers, other_numbers = (getattr(part, "class_to_idx", None) or {} for part in (train, test))
     if same or numbers != other_numbers:
         message = f"timm:{name}: {splits[1]!r} has {'the images of' if same else 'other classes than'} {splits[0]!r}"

@@ -28,6 +28,7 @@ from vitcompress.training.distributed import Runtime, derived_seed
 from vitcompress.training.options import Augmentation
 
 CHANNELS = (1, 3)  # of images that can be read from a data set
+EVAL_BATCH = 128  # images per process and pass without gradients, whatever the batch size of the training
 
 Transform = Callable[[Image.Image], Tensor]
 

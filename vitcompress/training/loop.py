@@ -164,9 +164,9 @@ def check_options(
             images = runtime.world_size * len(loader.sampler)
             message = f"batch_size {options.batch_size} is more than the {images} training images of an epoch"
             raise InputError(message, hint="lower batch_size or use more images")
-    # Autocast mixes no two half precisions, and torch does not unscale gradients in float16.
-    half: dict[torch.dtype, tuple[str, ...]] = {torch.float16: ("none",), torch.bfloat16: ("none", "bf16")}
-    if runtime.amp not in half.get(runtime.dtype, (runtime.amp,)):
+    # Autocast mixes no two half precisions and leaves float64 alone; torch does not unscale gradients in float16.
+    allowed = {torch.float32: ("none", "bf16", "fp16"), torch.bfloat16: ("none", "bf16")}
+    if runtime.amp not in allowed.get(runtime.dtype, ("none",)):
         message = f"amp is {runtime.amp!r}, but the weights are {runtime.dtype}"
         raise InputError(message, hint="use amp='none', or train the model in float32, as in model.float()")
     if not heldout and (options.select == "best" or options.ema):  # of the weights and their average the best is kept

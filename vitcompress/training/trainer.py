@@ -22,12 +22,11 @@ from vitcompress.io.tensors import tensors_digest
 from vitcompress.io.training_state import State
 from vitcompress.models.create import InputConfig
 from vitcompress.training.distributed import Runtime, derived_seed
-from vitcompress.training.loaders import BatchLoader, EvalLoader, TrainData, TrainLoader
+from vitcompress.training.loaders import EVAL_BATCH, BatchLoader, EvalLoader, TrainData, TrainLoader
 from vitcompress.training.losses import Objective, inner
 from vitcompress.training.options import EpochRecord, TrainOptions
 
 _STEPS_BETWEEN_CHECKS = 50  # reading the loss makes the host wait for the device
-_EVAL_BATCH = 128  # images per process at least; without gradients this is small
 
 
 class StepHooks(Protocol):
@@ -97,11 +96,6 @@ class TrainingJob:
     train_set: TrainData
     heldout_set: TrainData | None
 
-    @property
-    def micro_batch(self) -> int:
-        """Images per forward pass and process."""
-        return self.options.batch_size // (self.at.runtime.world_size * self.options.accumulate)
-
     @cached_property
     def fingerprint(self) -> dict[str, object]:
         """What a state in the folder must have been trained with."""
@@ -114,7 +108,7 @@ class TrainingJob:
     def heldout(self) -> EvalLoader | BatchLoader | None:
         if isinstance(self.heldout_set, BatchLoader | None):
             return self.heldout_set
-        return EvalLoader(self.heldout_set, self.at.input, max(_EVAL_BATCH, self.micro_batch), self.at.runtime)
+        return EvalLoader(self.heldout_set, self.at.input, EVAL_BATCH, self.at.runtime)
 
 
 class Learner:
@@ -122,7 +116,8 @@ class Learner:
 
     def __init__(self, job: TrainingJob) -> None:
         self.job, self.hooks, at, data = job, job.controls.hooks, job.at, job.train_set
-        classes, size = int(getattr(inner(job.module), "num_classes", 0)) or None, job.micro_batch
+        classes = int(getattr(inner(job.module), "num_classes", 0)) or None
+        size = job.options.batch_size // (at.runtime.world_size * job.options.accumulate)  # of a forward pass
         own: Any = {"augmentation": job.options.augmentation, "seed": at.seed, "classes": classes}
         self.loader = data if isinstance(data, BatchLoader) else TrainLoader(data, at.input, size, at.runtime, **own)
         self.steps = len(self.loader) // job.options.accumulate  # of an epoch
