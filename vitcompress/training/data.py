@@ -210,8 +210,9 @@ def _timm(options: DataOptions) -> Splits:
     train, test = (getattr(part.dataset, "reader", part.dataset) for part in parts)
     files, others = ({str(sample[0]) for sample in getattr(part, "samples", ())} for part in (train, test))
     # timm reads the whole folder where that of a split is missing, and torchvision's test images for unknown splits.
-    alike = parts[0].digest == parts[1].digest and np.array_equal(*(np.array(part[0][0]) for part in parts))
-    same = options.test_split != splits[0] and (files & others if files else alike)
+    first, other = (np.array(part[0][0]) for part in parts)
+    alike = bool(files & others) if files else parts[0].digest == parts[1].digest and np.array_equal(first, other)
+    same = alike and options.test_split != splits[0]
     numbers, other_numbers = (getattr(part, "class_to_idx", None) or {} for part in (train, test))
     if same or numbers != other_numbers:
         message = f"timm:{name}: {splits[1]!r} has {'the images of' if same else 'other classes than'} {splits[0]!r}"
