@@ -134,13 +134,13 @@ def recipes(ctx: click.Context, count: bool) -> int:
 
 
 @recipes.command()
-@click.argument("name", shell_complete=opt.complete_names(shipped.names))
+@click.argument("name", shell_complete=opt.complete_names(lambda: (*shipped.names(), *shipped.study_names())))
 @common_options
 def show(name: str) -> int:
-    """Print the TOML of a recipe, to read or to copy."""
+    """Print the TOML of a recipe or study, to read or to copy."""
     from vitcompress.cli.output import terminal
 
-    text = shipped.text(name)
+    text = shipped.study_text(name) if name in shipped.study_names() else shipped.text(name)
     return print_result({"name": name, "toml": text}, lambda _: terminal.print_document(text, "toml"))
 
 
@@ -193,8 +193,7 @@ def schema() -> int:
 
 
 @click.command()
-@click.argument("source", metavar="[show] NAME|FILE", shell_complete=opt.complete_names(shipped.study_names))
-@click.argument("shown", metavar="", required=False, shell_complete=opt.complete_names(shipped.study_names))
+@click.argument("source", metavar="NAME|FILE", shell_complete=opt.complete_names(shipped.study_names))
 @opt.option("--out -o", "Folder (default: runs/study-NAME).", opt.FOLDER)
 @opt.option("--seeds", "Number of seeds per row: 0, 1, ...", click.IntRange(1, 1000), default=3, show_default=True)
 @opt.option("--jobs", "Number of runs at a time.", click.IntRange(1, 1000), default=1, show_default=True)
@@ -209,23 +208,12 @@ def schema() -> int:
 )
 @opt.dry_run_option
 @common_options
-def study(
-    source: str, shown: str | None, set: tuple[str, ...], rows: tuple[str, ...] | None, dry_run: bool, **options: Any
-) -> int:
+def study(source: str, set: tuple[str, ...], rows: tuple[str, ...] | None, dry_run: bool, **options: Any) -> int:
     """Train methods side by side with several seeds, and compare them.
 
     Every row of the study with every seed is an ordinary run. The same command continues a study that was stopped.
-    `study show NAME` prints the TOML of a study, to read or to copy.
+    `vitcompress recipes show NAME` prints the TOML of a study.
     """
-    if source == "show":
-        from vitcompress.cli.output.terminal import print_document
-
-        if shown is None:
-            raise InputError("`study show` needs the name of a study", hint=f"use {', '.join(shipped.study_names())}")
-        text = shipped.study_text(shown)
-        return print_result({"name": shown, "toml": text}, lambda _: print_document(text, "toml"))
-    if shown is not None:
-        raise click.UsageError(f"got two studies, {source} and {shown}; `study show NAME` prints one")
     with show_progress() as progress:
         from vitcompress.pipeline.study.spec import load_study
 
