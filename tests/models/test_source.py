@@ -145,6 +145,59 @@ def test_a_number_of_heads_may_fit_only_the_sizes_of_the_weights(
         resolve_model(arch, {"num_heads": wrong}, tmp_path / "b.pth")
 
 
+SWIN = "swin_tiny_patch4_window7_224"
+DINOV3 = "vit_small_patch16_dinov3"
+NARROW = {"embed_dim": 40, "depth": 1, "num_heads": 5}
+
+
+@pytest.mark.parametrize(
+    ("arch", "own", "recipe"),
+    [
+        # of the weights: patches that divide the images, the number of stages, the width
+        (DINOV3, {"img_size": 56, "patch_size": 14, "embed_dim": 16, "depth": 1, "num_heads": 2}, ["img_size"]),
+        ("pvt_v2_b0", {"depths": [1, 2], "embed_dims": [8, 16], "sr_ratios": [2, 1], "mlp_ratios": [2, 2]}, ["depths"]),
+        (VIT, NARROW | {"init_values": 0.5}, ["init_values"]),  # which no weights show
+        (VIT, {**OWN, "embed_dim": 48, "mlp_ratio": 2.66}, ["mlp_ratio"]),  # 127 hidden channels; timm's width has 510
+    ],
+)
+def test_arguments_of_the_recipe_may_fit_only_the_other_sizes_of_the_weights(
+    arch: str, own: dict, recipe: list[str], tmp_path: Path
+) -> None:
+    heads = {"num_heads": own.get("num_heads", [2, 4])}
+    model = saved(tmp_path / "a.pth", arch, own | heads)
+    requested = heads | {name: own[name] for name in recipe}
+    resolved = resolve_model(arch, requested, tmp_path / "a.pth")
+    assert resolved.arch_args.items() >= requested.items()
+    loaded = create_model(arch, resolved.arch_args, tmp_path / "a.pth")
+    x = torch.randn(2, *input_config(model).size)
+    with torch.no_grad():
+        assert torch.equal(loaded(x), model(x))
+    name, wrong = ("depths", [1, 3]) if "depths" in own else ("depth", 4)
+    message = rf"contradicts the recipe: {name} is .* in the weights, {re.escape(str(wrong))} in model\.args$"
+    with pytest.raises(WeightsError) as caught:
+        resolve_model(arch, requested | {name: wrong}, tmp_path / "a.pth")
+    assert re.search(message, caught.value.message)
+
+
+def test_the_reason_is_timms_where_no_model_has_the_arguments_of_the_recipe(tmp_path: Path) -> None:
+    """Nothing is known then about what weights do not show as it is, such as initial values."""
+    saved(tmp_path / "a.pth", args=OWN | {"init_values": 0.5})
+    with pytest.raises(InputError, match=r"divisible|divided") as caught:
+        resolve_model(VIT, {"num_heads": 5, "init_values": 0.5}, tmp_path / "a.pth")
+    assert not isinstance(caught.value, WeightsError)
+
+
+def test_a_window_is_that_of_the_weights_where_their_patches_give_a_larger_grid(tmp_path: Path) -> None:
+    """timm cuts its window of 7 to the 6 patches of 4 pixels, but not to the 12 patches of these weights."""
+    args = {"patch_size": 2, "window_size": 6, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 2]}
+    model = saved(tmp_path / "a.pth", SWIN, {"img_size": 24, **args})
+    resolved = resolve_model(SWIN, {"img_size": 24}, tmp_path / "a.pth")
+    assert resolved.arch_args == {"num_classes": 3, "img_size": 24, **args}
+    x = torch.randn(2, 3, 24, 24)
+    with torch.no_grad():
+        assert torch.equal(create_model(SWIN, resolved.arch_args, tmp_path / "a.pth")(x), model(x))
+
+
 PVT = ("pvt_v2_b0", MODELS["pvt"][1] | MODELS["pvt"][2])
 
 

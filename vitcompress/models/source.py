@@ -8,6 +8,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -171,25 +172,28 @@ def _arguments(arch: str, own: Arguments, file: WeightFile, weights: str | Path)
     if not file.tensors:
         return dict(own), dict.fromkeys(own, RECIPE)
     try:
-        default = create_blank(arch, own)
-    except InputError:  # this number of heads may divide only the width that the weights show
-        default = create_blank(arch, {name: value for name, value in own.items() if name != "num_heads"})
+        default, unknown = create_blank(arch, own), set[str]()
+    except InputError:  # these arguments may fit only the sizes that the weights show
+        default, unknown = create_blank(arch, {}), set(own)
     base, shapes = base_of(type(default)), shapes_of(file.tensors)
     known = inspect.signature(base).parameters if base else {}
     stated = {name: value for name, value in file.stated.items() if name in known}
     seen = {} if base is None else _read_shapes(arch, base, shapes, stated, own)
     values, sources = _merge({RECIPE: own, file.stated_in: stated, WEIGHTS: seen})
-    # The shapes are compared with those of a model with the recipe's arguments, all else with these arguments.
-    direct = {name: value for name, value in own.items() if name == "num_heads" or sources[name] == file.stated_in}
-    have = {name: getattr(default, name, None) for name in stated} | _facts(default) | direct
-    differing = {n: v for n, v in values.items() if sources[n] != RECIPE and _as_list(v) != _as_list(have.get(n))}
+    have = {n: getattr(default, n, None) for n in stated} | _facts(default) | {n: values[n] for n in unknown}
+    differing = {n: v for n, v in values.items() if n not in own and _as_list(v) != _as_list(have.get(n))}
     kind, similar = describe_shapes(shapes)
     has_other_blocks = base and kind and not seen.keys() & {"depth", "depths"}
     has_other_heads = ("dist_token" in shapes) != hasattr(default, "dist_token")
-    has_other_width = similar is not None and "embed_dim" in differing.keys() - own.keys()
+    has_other_width = similar is not None and "embed_dim" in differing
     if has_other_blocks or has_other_heads or has_other_width:
         message = f"{weights} contains {kind or 'an unknown architecture'}; the recipe's model is {arch}"
         raise WeightsError(message, hint=f"use --model {file.stated.get('model', similar or 'NAME')}, or other weights")
+    with suppress(InputError):  # raised again by `_create`
+        have |= _facts(create_blank(arch, {**differing, **own}))
+    # The shapes are compared with those of the model with all these arguments, all else with the recipe's arguments.
+    have |= {name: value for name, value in own.items() if name == "num_heads" or sources[name] == file.stated_in}
+    differing |= {n: v for n, v in values.items() if sources[n] != RECIPE and _as_list(v) != _as_list(have.get(n))}
     contradicted = differing.keys() & own.keys()
     if wrong := sorted(contradicted - {"img_size", "num_classes"}):
         texts = (f"{name} is {differing[name]} in {sources[name]}, {own[name]} in {RECIPE}" for name in wrong)
