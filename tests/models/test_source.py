@@ -26,7 +26,7 @@ from vitcompress.models.source import create_named, load_class_names, resolve_mo
 from vitcompress.pipeline.api import prune
 
 TRANSFORMERS = Path(__file__).parent / "transformers"
-VIT = "vit_tiny_patch16_224"
+VIT, BEIT = "vit_tiny_patch16_224", "beit_base_patch16_224"
 OWN = {"img_size": 24, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 4, "num_classes": 3}
 IMAGENET = [0.485, 0.456, 0.406]
 # Architecture, arguments that the weights show, and those that they do not.
@@ -196,6 +196,32 @@ def test_a_window_is_that_of_the_weights_where_their_patches_give_a_larger_grid(
     x = torch.randn(2, 3, 24, 24)
     with torch.no_grad():
         assert torch.equal(create_model(SWIN, resolved.arch_args, tmp_path / "a.pth")(x), model(x))
+
+
+@pytest.mark.parametrize(
+    ("arch", "args", "hidden"),
+    [
+        (VIT, {"img_size": [16, 32], "embed_dim": 16, "depth": 1}, {"num_heads": 4}),
+        (DINOV3, {"embed_dim": 16, "depth": 1}, {"num_heads": 2, "img_size": [16, 32]}),
+        (BEIT, {"img_size": [16, 32], "embed_dim": 16, "depth": 1, "num_heads": 4}, {}),
+        (SWIN, {"img_size": [48, 96], "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2]}, {}),
+    ],
+)
+def test_oblong_patches(arch: str, args: dict, hidden: dict, tmp_path: Path) -> None:
+    """The grid is square."""
+    model = saved(tmp_path / "a.pth", arch, args | hidden | {"patch_size": [4, 8]})
+    resolved = resolve_model(arch, hidden, tmp_path / "a.pth")
+    assert resolved.arch_args == {"num_classes": 3, "patch_size": [4, 8], **args, **hidden}
+    x = torch.randn(2, *input_config(model).size)
+    with torch.no_grad():
+        assert torch.equal(create_model(arch, resolved.arch_args, tmp_path / "a.pth")(x), model(x))
+
+
+def test_a_model_with_oblong_patches_is_named(tmp_path: Path) -> None:
+    saved(tmp_path / "a.pth", "vit_small_patch16_224", {"img_size": [16, 32], "patch_size": [8, 16], "depth": 1})
+    with pytest.raises(WeightsError, match=r"patch_size \[8, 16\], img_size \[16, 32\]") as caught:
+        resolve_model(VIT, {}, tmp_path / "a.pth")
+    assert "vit_small_patch16_224" in str(caught.value.hint)
 
 
 PVT = ("pvt_v2_b0", MODELS["pvt"][1] | MODELS["pvt"][2])

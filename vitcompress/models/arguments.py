@@ -45,6 +45,12 @@ def _patches(s: Shapes) -> int:
     return s["pos_embed"][1] - sum(s[name][1] for name in ("cls_token", "dist_token", "reg_token") if name in s)
 
 
+def _pixels(s: Shapes, side: int) -> object:
+    """The size of `side` x `side` patches: one number if they are square; None for no patch."""
+    height, width = (side * pixels for pixels in s[PATCHES][-2:])
+    return (width if height == width else [height, width]) if side else None
+
+
 def _beit_table(s: Shapes) -> tuple[int, ...]:
     return s[FIRST + TABLE] if FIRST + TABLE in s else s[SHARED_TABLE]
 
@@ -58,20 +64,20 @@ def _swin_windows(s: Shapes) -> list[int]:
     return [_window(s[f"layers.{stage}.blocks.0.{TABLE}"][0]) for stage in range(_count(s, "layers."))]
 
 
-def _swin_size(s: Shapes) -> int | None:
+def _swin_size(s: Shapes) -> object:
     """Image size, if a stage is smaller than the window, which then covers the whole stage."""
     windows = _swin_windows(s)
-    return next((w * s[PATCHES][-1] * 2**stage for stage, w in enumerate(windows) if 0 < w < windows[0]), None)
+    return next((_pixels(s, w * 2**stage) for stage, w in enumerate(windows) if 0 < w < windows[0]), None)
 
 
 EMBEDDING: dict[str, Rule] = {
-    "patch_size": lambda s: s[PATCHES][-1],
+    "patch_size": lambda s: _pixels(s, 1),
     "in_chans": lambda s: s[PATCHES][1],
     "embed_dim": lambda s: s[PATCHES][0],
 }
 PLAIN: dict[str, Rule] = {
     # class and register tokens may have positions or not
-    "img_size": lambda s: (_side(_patches(s)) or _side(s["pos_embed"][1])) * s[PATCHES][-1] or None,
+    "img_size": lambda s: _pixels(s, _side(_patches(s)) or _side(s["pos_embed"][1])),
     **EMBEDDING,
     "depth": lambda s: _count(s, "blocks."),
     "mlp_ratio": lambda s: s[f"{FIRST}mlp.fc2.weight"][1] / s[PATCHES][0],
@@ -95,7 +101,7 @@ RULES: dict[type[nn.Module], dict[str, Rule]] = {
     eva.Eva: PLAIN | {"num_reg_tokens": lambda s: s["reg_token"][1]},
     beit.Beit: PLAIN
     | {
-        "img_size": lambda s: _window(_beit_table(s)[0] - 3) * s[PATCHES][-1] or None,  # 3 rows of the class token
+        "img_size": lambda s: _pixels(s, _window(_beit_table(s)[0] - 3)),  # 3 rows of the class token
         "num_heads": lambda s: _beit_table(s)[1],
     },
     swin_transformer.SwinTransformer: {
@@ -136,7 +142,7 @@ SIZES: dict[object, str] = {192: "tiny", 384: "small", 768: "base", 1024: "large
 NAMES = {"ViT": "vit_{}_patch{}_224", "distilled DeiT": "deit_{}_distilled_patch{}_224"}
 # Limits that no model reaches: a plan or a checkpoint may be from anyone.
 MOST = {"depth": 256, "depths": 256, "num_classes": 2**20, "mlp_ratio": 64, "mlp_ratios": 64}
-WIDER = {"window_size": int | tuple[int | tuple[int, ...], ...]}  # timm also takes, and records, one per stage
+WIDER = {"window_size": int | tuple[int | tuple[int, ...], ...], "patch_size": int | tuple[int, ...]}  # as timm records
 SHOWN = ("embed_dim", "embed_dims", "depth", "depths", "patch_size", "img_size", "num_classes")
 
 
@@ -197,4 +203,4 @@ def describe_shapes(shapes: Shapes) -> tuple[str, str | None]:
     facts = read_arguments(base, shapes)
     values = ", ".join(f"{name} {facts[name]}" for name in SHOWN if name in facts)
     size = SIZES.get(facts.get("embed_dim")) if label in NAMES else None
-    return label + f" ({values})" * bool(values), NAMES[label].format(size, facts["patch_size"]) if size else None
+    return label + f" ({values})" * bool(values), NAMES[label].format(size, shapes[PATCHES][-1]) if size else None
