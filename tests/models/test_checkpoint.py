@@ -175,6 +175,23 @@ def test_preprocessing_that_was_changed_is_saved(classes: list[str] | None, tmp_
     assert before.crop_pct == 0.7 and class_names_of(loaded) == tuple(classes or ())
 
 
+def test_an_input_size_that_was_changed_is_saved(tmp_path: Path) -> None:
+    row = contract("pvt")
+    dense = vc.create_model(row.arch, **row.arch_args)
+    pruned = vc.prune(dense, dense.plan.delta(removed={"stages.0.blocks.0.attn": "drop"}))
+    for name, model in (("dense", dense), ("pruned", pruned), ("timm", build("pvt", dtype=torch.float32))):
+        model.pretrained_cfg["input_size"] = (3, 96, 64)  # PVTv2 has no argument for it
+        save_model(model, tmp_path / name)
+        loaded = load_model(tmp_path / name)
+        assert input_config(loaded).size == (3, 96, 64) and vc.count_cost(loaded) == vc.count_cost(model)
+    padded = contract("plain", dynamic_img_size=True, dynamic_img_pad=True)  # takes images of any size
+    other = vc.create_model(padded.arch, **padded.arch_args)
+    other.set_input_size((16, 24))
+    save_model(other, tmp_path / "padded")
+    plan = load_model(tmp_path / "padded").plan
+    assert plan.arch_args == {**padded.arch_args, "img_size": [16, 24]}
+
+
 def test_models_that_cannot_be_saved_are_rejected_and_nothing_is_written(tmp_path: Path) -> None:
     write_model(tmp_path / "run", *compressed("plain", torch.float32))
     model = load_model(tmp_path / "run")

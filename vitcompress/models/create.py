@@ -201,8 +201,9 @@ def with_changes(plan: Plan, model: nn.Module) -> Plan:
     now, recorded = (Plan(plan.arch, timm.models.get_model_args(one)).arch_args for one in (model, blank))
     changed = {name: value for name, value in now.items() if recorded.get(name) != value}
     plan = name_classes(plan, class_names_of(model))
-    own, other = (vars(input_config(one)) for one in (model, blank))
-    if preprocessing := {name: own[name] for name in NAMES if own[name] != other[name]}:
+    own, other = ({**vars(about), "input_size": about.size} for about in map(input_config, (model, blank)))
+    names = NAMES if "img_size" in now else ("input_size", *NAMES)  # PVTv2 has no such argument
+    if preprocessing := {name: own[name] for name in names if own[name] != other[name]}:
         changed[OVERLAY] = {**(plan.arch_args.get(OVERLAY) or {}), **preprocessing}  # type: ignore[dict-item]
     standard = plan.standard and {**plan.standard, "args": {**plan.standard["args"], **changed}}
     return replace(plan, arch_args={**plan.arch_args, **changed}, standard=standard) if changed else plan
