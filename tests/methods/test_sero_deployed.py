@@ -73,11 +73,21 @@ def test_widths_that_the_kernel_receives(monkeypatch: pytest.MonkeyPatch) -> Non
     assert equal == [(max(widths),) * 3 for widths in unequal]
 
 
-def test_padding_survives_the_next_slice_and_the_disk(tmp_path: Any) -> None:
+@pytest.mark.parametrize(
+    ("narrow", "kept"),
+    [
+        ({"kept": {"blocks.0.qk": (0, 4, 8, 12)}}, {"blocks.0.v": tuple(c for c in range(16) if c % 4 < 3)}),
+        # the first plan leaves q, k and v equally wide, in timm's own attention
+        (
+            {"kept": {"blocks.0.qk": tuple(range(8)), "blocks.0.v": tuple(range(8))}, "heads": {"blocks.0.attn": 2}},
+            {"blocks.0.qk": (0, 1, 4, 5)},
+        ),
+    ],
+)
+def test_padding_survives_the_next_slice_and_the_disk(narrow: Any, kept: Any, tmp_path: Any) -> None:
     base = contract("plain").plan
     model = build("plain")
-    first = Plan(base.arch, base.arch_args, kept={"blocks.0.qk": (0, 4, 8, 12)}, padded=("blocks.0.attn",))
-    later = Plan(base.arch, base.arch_args, kept={"blocks.0.v": tuple(c for c in range(16) if c % 4 < 3)})
+    first, later = base.delta(**narrow, padded=("blocks.0.attn",)), base.delta(kept=kept)
     both = first.then(later)
     pruned = surgery.apply_to_copy(surgery.apply_to_copy(model, first), later)
     assert pruned.blocks[0].attn.padded and both.padded == ("blocks.0.attn",)

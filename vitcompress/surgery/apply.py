@@ -31,8 +31,7 @@ def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:
     remove_sites(model, family, plan)
     slice_channels(model, family, plan)
     for attention in map(model.get_submodule, plan.padded):
-        if hasattr(attention, "padded"):  # others have equal widths of q, k and v
-            vars(attention)["padded"] = True
+        vars(attention)["padded"] = True  # also in timm's own, whose equal widths a later plan may change
     for name in plan.folded:
         fold_module(model, family, name)
     if family.fixed_size and any(isinstance(module, EditedBlock | PositionAttention) for module in model.modules()):
