@@ -1061,7 +1061,18 @@ def test_the_name_of_a_file_fits_its_format(tmp_path: Path) -> None:
     assert "model.onnx" in str(caught.value.hint)
 
 
-@pytest.mark.parametrize("wrap", [partial(torch.compile, backend="eager"), nn.DataParallel])
+COMPILED = partial(torch.compile, backend="eager")
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        COMPILED,
+        nn.DataParallel,
+        lambda model: COMPILED(nn.DataParallel(model)),
+        lambda model: nn.DataParallel(COMPILED(model)),
+    ],
+)
 def test_a_wrapped_model_is_evaluated_and_counted_but_not_changed_or_saved(wrap: Any, tmp_path: Path) -> None:
     wrapped, plan = wrap(model()), vc.plan(model(), "fixed", activation=[0])
     assert vc.evaluate(wrapped, batches()) == vc.evaluate(model(), batches())

@@ -38,8 +38,8 @@ def family_of(model: nn.Module) -> Family:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside of a module of torch.compile, DataParallel or DistributedDataParallel, else `model`."""
-    return next((part for name, part in model.named_children() if name in ("_orig_mod", "module")), model)
+    """The model inside of modules of torch.compile, DataParallel and DistributedDataParallel, else `model`."""
+    return next((unwrap(part) for name, part in model.named_children() if name in ("_orig_mod", "module")), model)
 
 
 def copy_model(model: nn.Module, copied: dict[int, Any] | None = None) -> nn.Module:
