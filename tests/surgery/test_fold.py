@@ -47,6 +47,20 @@ def test_folded_equals_unfolded(variant: str) -> None:
     assert torch.equal(logits(rebuilt, x), logits(folded, x))
 
 
+def test_a_gate_without_activation_is_not_linear() -> None:
+    """It multiplies all the same, until it is constant."""
+    model, x = build("swiglu", act_layer="identity"), images("swiglu")
+    base, kept, expected = contract("swiglu").plan, deepcopy(model), logits(model, x)
+    assert not any(name.endswith("mlp") for name in fold_linears(kept, base).plan.folded)
+    assert_same(logits(kept, x), expected)
+    plan = depth_plan(model, base, [], [1])
+    unfolded = apply_to_copy(model, plan)
+    folding = fold_linears(folded := deepcopy(unfolded), plan)
+    assert [name for name in folding.plan.folded if name.endswith("mlp")] == ["blocks.1.mlp"]
+    assert_same(logits(folded, x), logits(unfolded, x))
+    assert_moved(logits(folded, x), expected)
+
+
 @pytest.mark.parametrize("variant", ["plain", "layer_scale", "no_proj_bias"])
 def test_fold_records_are_the_true_counts(variant: str) -> None:
     model = build(variant)

@@ -172,8 +172,8 @@ class Family(ABC):
             mlp, place = getattr(block, "mlp", None), (path, sum(depths[: numbers[0]]) + numbers[-1])
             if hasattr(block, "attn"):
                 sites.append(Site(f"{path}.attn", "attention", *place))
-            if foldable and not is_empty(getattr(mlp, "act", None)):
-                gates = f"{path}.mlp" if isinstance(mlp, GluMlp) else ""
+            gates = f"{path}.mlp" if isinstance(mlp, GluMlp) else ""
+            if foldable and (gates or not is_empty(getattr(mlp, "act", None))):
                 sites.append(Site(f"{path}.mlp.act", "activation", *place, gates))
             if mlp is not None:
                 sites.append(Site(f"{path}.mlp", "ffn", *place))
