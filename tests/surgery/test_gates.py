@@ -123,6 +123,16 @@ def test_output_activation_only_where_every_layer_of_the_block_is_gone() -> None
     assert_moved(logits(with_act, x), logits(without, x))
 
 
+def test_an_output_activation_waits_only_for_the_layers_that_the_plan_removes() -> None:
+    model, x = build("plain"), images("plain")
+    plan = contract("plain").plan.delta(removed={"blocks.1.attn": "drop"}, appended={"blocks.1": "gelu"})
+    open_model = GatedModel(deepcopy(model), family_of(model), plan, {})
+    assert_same(logits(open_model, x), logits(model, x))
+    open_model.set_gate("blocks.1.attn", 0.0)
+    assert_same(logits(open_model, x), logits(apply_to_copy(model, plan), x))
+    assert_moved(logits(open_model, x), logits(model, x))
+
+
 @pytest.mark.parametrize("bypass", BYPASSES)
 @pytest.mark.parametrize("variant", ["plain", "layer_scale"])
 def test_half_open_gates_interpolate(variant: str, bypass: str) -> None:

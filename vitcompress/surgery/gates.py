@@ -84,7 +84,7 @@ class GatedModel(nn.Module):
                 target = f"{site.block}.{branch[-1]}"
             self.model.get_submodule(target).register_forward_hook(partial(self._gate, site.name, number, replacement))
         for block in plan.appended:
-            names = [site.name for site in own if site.block == block]
+            names = [site.name for site in self.sites if site.block == block]
             self.model.get_submodule(block).register_forward_hook(partial(self._activate, names))
 
     def _remember(self, site: str, block: nn.Module, args: tuple[Tensor, ...]) -> None:
