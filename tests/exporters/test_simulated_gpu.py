@@ -1,12 +1,15 @@
 """Recipes on a simulated GPU."""
 
 import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import whole_runs
-from on_simulated_gpu import needs_onnx_on_cuda, python
+from on_simulated_gpu import ENVIRONMENT, needs_onnx_on_cuda
 
 from vitcompress.io.files import read_json
 
@@ -49,37 +52,77 @@ STEPS = {
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real GPU: run the tests marked gpu")
 
 
-def test_it_rejects_what_a_gpu_rejects() -> None:
-    python("-c", MIXED_DEVICES)
+Run = Callable[..., None]
+# Runs each line of its input, the path of a file for the output, code and its arguments, in a fork, and prints whether
+# it succeeded. torch and timm are loaded once.
+FORKS = """
+import json, os, sys, traceback
+import vitcompress as vc
+
+vc.export
+for line in sys.stdin:
+    output, code, *words = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            sys.argv[1:] = words
+            for stream in (1, 2):
+                os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+            exec(code, {"__name__": "__main__"})
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+    print(os.waitpid(child, 0)[1] == 0, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Runs code, which must succeed, in a process of its own with a simulated GPU."""
+    command, pipes = [sys.executable, "-c", FORKS], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, env=ENVIRONMENT, text=True, **pipes) as process:  # type: ignore[call-overload]
+
+        def run_code(code: str, *words: str | Path) -> None:
+            output = tmp_path_factory.mktemp("run") / "output.txt"
+            process.stdin.write(json.dumps([str(output), code, *map(str, words)]) + "\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "True\n", output.read_text()
+
+        yield run_code
+        process.stdin.close()
+
+
+def test_it_rejects_what_a_gpu_rejects(run: Run) -> None:
+    run(MIXED_DEVICES)
 
 
 AMP = {"hetdpt": "none", "sero": "fp16", "upvit": "none", "isomorphic": "fp16"}
-# One after the other in one process, which loads torch and timm once.
-COMMANDS = """
-import json, sys
+COMMAND = """
+import sys
 from vitcompress.cli import main
 
-for words in json.loads(sys.argv[1]):
-    try:
-        main(words)
-    except SystemExit as ended:
-        assert not ended.code, (ended.code, words)
+try:
+    main(sys.argv[1:])
+except SystemExit as ended:
+    assert not ended.code, ended.code
 """
 
 
 @needs_onnx_on_cuda
-def test_recipes_have_everything_on_the_gpu(tmp_path: Path) -> None:
-    commands = []
-    for method, step in STEPS.items():
-        text = whole_runs.RECIPE if step is None else whole_runs.with_steps(step)
-        recipe = tmp_path / f"{method}.toml"
-        recipe.write_text(text.replace("[finetune]", f"[finetune]{TRAINING}"))
-        options = ("--device", "cuda", "--set", f"run.amp={AMP[method]}", "--json", "--debug")
-        commands.append(["recipe", str(recipe), "--out", str(tmp_path / method / "run"), *options])
-    python("-c", COMMANDS, json.dumps(commands))
-    for method in STEPS:
-        report = read_json(tmp_path / method / "run" / "report.json")
-        assert [row["device"] for entry in report["bench"] for row in entry["rows"]] == ["cuda:0"] * 4, method
+@pytest.mark.parametrize("method", STEPS)
+def test_recipes_have_everything_on_the_gpu(method: str, run: Run, tmp_path: Path) -> None:
+    step = STEPS[method]
+    text = whole_runs.RECIPE if step is None else whole_runs.with_steps(step)
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(text.replace("[finetune]", f"[finetune]{TRAINING}"))
+    options = ("--device", "cuda", "--set", f"run.amp={AMP[method]}", "--json", "--debug")
+    run(COMMAND, "recipe", recipe, "--out", tmp_path / "run", *options)
+    report = read_json(tmp_path / "run" / "report.json")
+    assert [row["device"] for entry in report["bench"] for row in entry["rows"]] == ["cuda:0"] * 4
 
 
 PLANS = """
@@ -94,9 +137,9 @@ for name in METHODS:
 """
 
 
-def test_every_method_plans_for_a_model_on_the_gpu(tmp_path: Path) -> None:
+def test_every_method_plans_for_a_model_on_the_gpu(run: Run, tmp_path: Path) -> None:
     """As `vc.plan` does, which moves the model there; a recipe passes one on the CPU."""
-    python("-c", PLANS, tmp_path)
+    run(PLANS, tmp_path)
 
 
 EVALUATE = """
@@ -124,9 +167,9 @@ for name, options in (
 """
 
 
-def test_files_are_evaluated_where_they_run(tmp_path: Path) -> None:
+def test_files_are_evaluated_where_they_run(run: Run, tmp_path: Path) -> None:
     """The device `auto` is the GPU for a model, and for a file the one that it was exported for."""
-    python("-c", EVALUATE, tmp_path)
+    run(EVALUATE, tmp_path)
 
 
 RECORDED = """
@@ -156,9 +199,9 @@ for transfers in (False, True):
 """
 
 
-def test_a_recorded_graph_keeps_its_input() -> None:
+def test_a_recorded_graph_keeps_its_input(run: Run) -> None:
     """The graph reads its memory and does not reference the tensor."""
-    python("-c", RECORDED)
+    run(RECORDED)
 
 
 TF32 = """
@@ -224,5 +267,5 @@ assert all(now == then for now, then in zip(after[0], before[0]) if then is not 
         "torch.set_float32_matmul_precision('medium')",
     ],
 )
-def test_tf32_is_set_and_restored_in_both_interfaces_of_torch(setting: str) -> None:
-    python("-c", TF32, setting)
+def test_tf32_is_set_and_restored_in_both_interfaces_of_torch(setting: str, run: Run) -> None:
+    run(TF32, setting)
