@@ -26,6 +26,7 @@ from vitcompress.pipeline.run import RunResult, run_recipe
 from vitcompress.verify.records import manifest_checks, report_checks
 
 TWO = (*world.BARE, "finetune.epochs=2")  # epochs of the fine-tuning
+MOMENTS = ("accuracy.json", "report.json", "report.md", "manifest.json")  # files that are about to be written
 
 
 class Stopping(world.RecordedProgress):
@@ -45,11 +46,17 @@ def run(home: Path, name: str = "run", *, control: bool) -> tuple[RunResult, wor
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """plain/run is finished and has no control. Nothing changes it."""
+    folder = tmp_path_factory.mktemp("plain")
+    run(folder, control=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def home(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """home/run has a control that was added to a finished run, home/whole one that was part of it."""
-    home = tmp_path_factory.mktemp("home")
-    run(home, control=False)
-    return home
+    return Path(shutil.copytree(plain, tmp_path_factory.mktemp("home"), dirs_exist_ok=True))
 
 
 def evaluated(progress: world.RecordedProgress) -> list[str]:
@@ -111,12 +118,10 @@ def test_a_control_is_added_to_a_finished_run_which_keeps_everything_else(home: 
 
 
 def test_adding_a_control_keeps_the_accuracy_of_files_that_the_recipe_does_not_export(
-    home: Path, tmp_path: Path
+    plain: Path, tmp_path: Path
 ) -> None:
     """And evaluates the control alone, unless the test images are others by now."""
-    (dense,) = home.glob("dense-*")
-    shutil.copytree(dense, tmp_path / dense.name)
-    run(tmp_path, control=False)
+    shutil.copytree(plain, tmp_path, dirs_exist_ok=True)
     files = RunFolder(tmp_path / "run")
     for words in (["export", str(files.path)], ["evaluate", str(files.path / "model.onnx")]):
         assert CliRunner().invoke(cli.main, words).exit_code == 0
@@ -163,21 +168,31 @@ def add_control_until(folder: Path, moment: str) -> None:
     run(folder, control=True)
 
 
-@pytest.mark.parametrize("moment", ["accuracy.json", "report.json", "report.md", "manifest.json"])
-def test_a_finished_run_to_which_a_control_was_added_in_two_attempts_is_intact(
-    home: Path, tmp_path: Path, moment: str
-) -> None:
-    (dense,) = home.glob("dense-*")
-    shutil.copytree(dense, tmp_path / dense.name)
-    run(tmp_path, control=False)
+def add_controls_until(folder: Path) -> None:
+    """`add_control_until` in `folder`/MOMENT for each of `MOMENTS`, in processes of their own."""
+    for moment in MOMENTS:
+        assert world.forked(add_control_until, folder / moment, moment) == -signal.SIGKILL, moment
 
-    process = multiprocessing.get_context("spawn").Process(target=add_control_until, args=(tmp_path, moment))
+
+@pytest.fixture(scope="module")
+def killed(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """killed/MOMENT/run is finished; the process that added a control to it was killed at that moment."""
+    folder = tmp_path_factory.mktemp("killed")
+    for moment in MOMENTS:
+        shutil.copytree(plain, folder / moment)
+    process = multiprocessing.get_context("spawn").Process(target=add_controls_until, args=(folder,))
     process.start()  # a fork of this process may be unable to train
     process.join()
-    assert process.exitcode == -signal.SIGKILL
-    result, _ = run(tmp_path, control=True)
+    assert process.exitcode == 0
+    return folder
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_finished_run_to_which_a_control_was_added_in_two_attempts_is_intact(killed: Path, moment: str) -> None:
+    folder = killed / moment
+    result, _ = run(folder, control=True)
     assert result.passed and "control" in result.report["accuracy"]
-    files = RunFolder(tmp_path / "run")
+    files = RunFolder(folder / "run")
     assert [check.verdict for check in manifest_checks(files)] == ["passed"]
     listed = (read_manifest(files.path) or {})["files"]
     assert {"log.jsonl", "report.json", "state/accuracy.json", "state/control/plan.json"} <= listed.keys()
