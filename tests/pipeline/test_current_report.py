@@ -5,7 +5,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,24 @@ def call(*arguments: str, code: int = 0) -> str:
     result = CliRunner().invoke(cli.main, arguments)
     assert result.exit_code == code, result.output
     return result.stdout if "--json" in arguments else result.output
+
+
+@pytest.fixture(scope="module")
+def measured(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Callable[..., Any]]:
+    """A finished run with a file that takes bytes, and a function that measures files of it, once for equal words."""
+    place = tmp_path_factory.mktemp("measured")
+
+    @cache
+    def measure(*words: str) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(place)
+            return json.loads(call("bench", *words, "--batch", "3", "--warmup", "1", "--json"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        folder = copy_run(small_run).resolve()
+        call("export", "run", "--uint8")
+    return folder, measure
 
 
 def rows(folder: Path) -> dict[str, dict[str, Any]]:
@@ -141,16 +160,22 @@ def test_a_speed_is_shown_for_the_measured_file_only(folder: Path) -> None:
     ],
 )
 def test_a_worse_measurement_replaces_no_better_one(
-    folder: Path, arguments: Sequence[str], disturbed: bool, replaced: bool
+    measured: tuple[Path, Callable[..., Any]],
+    arguments: Sequence[str],
+    disturbed: bool,
+    replaced: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    call("export", "run", "--uint8")
-    speed = ("--protocol", "paper", "--batch", "3", "--warmup", "1")
+    source, measure = measured
     names = [f"run/{word}" if "onnx" in word else word for word in arguments]
-    first = json.loads(call("bench", "run/dense.onnx", "run/model.onnx", *speed, "--runs", "8", "--json"))
-    later = json.loads(call("bench", *names, *speed, "--json"))
+    first = measure("run/dense.onnx", "run/model.onnx", "--runs", "8", "--protocol", "paper")
+    later = measure("--protocol", "paper", *names)
+    monkeypatch.chdir(tmp_path)
+    folder = copy_run(source)
     RunFolder(folder).benchmark.unlink()
-    for measured, reasons in ((first, []), (later, ["busy"] * disturbed)):
-        record_bench(["run"], {**measured, "disturbed": reasons}, SILENT)
+    for result, reasons in ((first, []), (later, ["busy"] * disturbed)):
+        record_bench(["run"], {**result, "disturbed": reasons}, SILENT)
     samples = [entry["rows"][-1]["samples_ms"] for entry in json.loads((folder / "bench.json").read_text())]
     assert (first["rows"][-1]["samples_ms"] not in samples) is replaced and len(samples) == 2 - replaced
     (ratio,) = [cells for name, *cells in speed_rows(read_report(folder)["bench"]) if name.startswith("speed-up")]
