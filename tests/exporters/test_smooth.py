@@ -138,7 +138,7 @@ def test_a_dead_channel_of_a_norm_has_a_factor_that_fits() -> None:
 def test_exports_with_shared_traces_write_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without factors, of bytes, for TensorRT, in half precision and in another opset."""
     exporter, traces, count = torch.onnx.export, dict[Any, Any](), list[str]()
-    model, x = build("plain", dtype=torch.float32), images("plain", dtype=torch.float32)
+    model, x = build("plain", depth=1, dtype=torch.float32), images("plain", dtype=torch.float32)
     about: Any = {"input": input_config(model), "calibrate": lambda source: calibrate(source, x, "int8")}
     factors = measure_factors(model, x)
     monkeypatch.setattr(torch.onnx, "export", lambda *args, **options: count.append("") or exporter(*args, **options))
