@@ -185,8 +185,8 @@ def _warm_up(target: Target, samples: Samples, protocol: Protocol) -> None:
     while True:
         seconds = time.perf_counter() - start
         settled = is_settled(runs) if protocol.settle else None
-        done = len(runs) >= protocol.warmup and seconds >= protocol.warmup_seconds and settled is not False
-        if done or (protocol.settle and seconds >= protocol.patience_seconds):
+        ended = settled is not False or seconds >= protocol.patience_seconds
+        if len(runs) >= protocol.warmup and seconds >= protocol.warmup_seconds and ended:
             break
         began = time.perf_counter()
         target.step()

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -79,8 +80,11 @@ def test_a_settled_warm_up_is_recognized(runs: list[float], settled: bool) -> No
 
 
 def test_patience_ends_a_warm_up_that_does_not_settle() -> None:
-    (impatient,) = measure([Target("a", lambda: None)], Protocol("p", runs=1, settle=True, patience_seconds=0))
-    assert impatient.settled is False and len(impatient.runs_ms) == 1
+    impatient = Protocol("p", warmup=7, runs=1, settle=True, patience_seconds=0)
+    (samples,) = measure([Target("a", lambda: None)], impatient)
+    assert samples.settled is False and len(samples.runs_ms) == 1 and samples.warmup_runs == 7
+    (samples,) = measure([Target("a", lambda: None)], replace(impatient, warmup_seconds=0.01))
+    assert samples.warmup_seconds >= 0.01
     assert PROTOCOLS["paper"].id == "paper-10/100/256"
 
 
