@@ -131,8 +131,9 @@ def speed_rows(entries: Iterable[records.BenchRecord]) -> Iterator[tuple[str, ..
     for pair in pairs(entries):
         best.setdefault((pair[0]["artifact"], pair[1]["artifact"], pair[2]["batch"], *map(pair[0].get, SETTINGS)), pair)
     several = len({dense["threads"] for dense, *_ in best.values()}) > 1
-    for dense, compressed, ratio in best.values():
-        where = describe_setting(dense, threads=several)
+    labels = [describe_setting(dense, threads=several) for dense, *_ in best.values()]
+    for label, (dense, compressed, ratio) in zip(labels, best.values(), strict=True):
+        where = f"{dense['artifact']} and {compressed['artifact']}, " * (labels.count(label) > 1) + label
         times = [row["latency_ms"]["p50"] for row in (dense, compressed)]
         rates = [row["images_per_second"] for row in (dense, compressed)]
         yield f"latency, median ({where})", *(f"{text.format_number(t, 4)} ms" for t in times), ""

@@ -202,6 +202,24 @@ def test_a_speed_up_is_that_of_its_variant(folder: Path) -> None:
     assert ratio["median"] == measured["ratios"][1]["median"]
 
 
+def test_rows_of_equal_settings_name_their_files(folder: Path) -> None:
+    (entry, *_) = json.loads((folder / "bench.json").read_text())
+    dense, model = entry["rows"]
+    names = ("model.onnx", "model-norm.onnx")  # such as with other fp32 layers
+    entry["rows"] = [dense, *({**model, "artifact": name} for name in names)]
+    entry["ratios"] = [{**entry["ratios"][0], "b": name} for name in names]
+    labels = [label for label, *_ in speed_rows([entry])]
+    assert len(set(labels)) == len(labels) == 6 and all("model-norm.onnx" in label for label in labels[3:])
+    assert len({label.replace("model-norm.onnx", "model.onnx") for label in labels}) == 3
+
+
+@pytest.mark.parametrize("name", ["report.md", "report.html"])
+def test_a_page_that_was_removed_is_written_again(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    call("report", "run")
+    assert (folder / name).is_file() and rows(folder)
+
+
 def test_a_changed_file_has_no_figures(folder: Path) -> None:
     call("bench", "run/model.onnx", *SPEED)
     call("evaluate", "run/model.onnx")

@@ -16,6 +16,7 @@ from whole_runs import RecordedProgress
 from vitcompress import surgery
 from vitcompress.bench import machine, suite
 from vitcompress.errors import DeviceError, InputError, PlanError
+from vitcompress.io.files import read_json, write_json
 from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.methods import isomorphic
@@ -206,12 +207,18 @@ def test_a_whole_run_meets_the_latency_and_reports_the_result(tmp_path: Path) ->
 
 @pytest.mark.usefixtures("simulated_clock")
 def test_a_run_that_ends_on_another_machine_reports_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole(tmp_path / "run", "step.0.amount=40")
+    whole(tmp_path / "run", "step.0.amount=40", "bench.batch=2")
     (tmp_path / "run" / "report.json").unlink()
+    path = tmp_path / "run" / "bench.json"  # in which later commands also put others
+    (entry,) = read_json(path)
+    dense, compressed = entry["rows"]
+    others = [{**row, "batch": 7} for row in (dense, compressed)]
+    write_json(path, [{**entry, "rows": rows} for rows in ([compressed, dense], others)])
     here = machine.facts()
     monkeypatch.setattr(machine, "facts", lambda: {**here, "cpu": "another"})
-    notes = whole(tmp_path / "run", "step.0.amount=40")["notes"]
+    notes = whole(tmp_path / "run", "step.0.amount=40", "bench.batch=2")["notes"]
     (note,) = (note for note in notes if "measured at the end: " in note)
+    assert f"measured at the end: {compressed['latency_ms']['p50']:.4g} ms (median, model.safetensors, " in note
     assert f"from another machine or setting (cpu is {here['cpu']!r} there, 'another' here)." in note
 
 

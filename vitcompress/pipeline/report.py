@@ -14,7 +14,7 @@ from vitcompress.bench.accuracy import EvaluateOptions, Evaluation, select_data
 from vitcompress.bench.plots import structure
 from vitcompress.bench.report import page, records
 from vitcompress.bench.report import run as reports
-from vitcompress.bench.report.measurements import find_speed, match_rows, read_benchmarks, replaces
+from vitcompress.bench.report.measurements import find_speed, is_dense, match_rows, read_benchmarks, replaces
 from vitcompress.bench.report.records import ArtifactRecord, BenchRecord, FileAccuracy, Report
 from vitcompress.errors import InputError, VitcompressError, first_line
 from vitcompress.exporters.runtimes import exported_files
@@ -110,7 +110,8 @@ def refresh_report(folder: Path, progress: Progress) -> Report:
         read = files.accuracy, files.mistakes, files.benchmark, files.verification
         check_unchanged(folder, *read, *folder.glob("*.json"))
         report = current_report(folder, before)
-        if (json.loads(json.dumps(report)) != before or not files.html.is_file()) and not signed_files.get():
+        same = json.loads(json.dumps(report)) == before and files.html.is_file() and files.markdown.is_file()
+        if not (same or signed_files.get()):
             page.write_report(folder, report)
     return report
 
@@ -287,10 +288,11 @@ def _remarks(job: Job) -> Iterator[str]:
             here = measured_on(job.runtime.device, job.recipe.run.threads)
             other = latency.other_machine(step.files.path, goal.runtime, here)
             planned = f" The widths were chosen by times from another machine or setting ({other})." if other else ""
-            for row in (entry["rows"][-1] for entry in read_record(job.files.benchmark) or ()):
-                if row["runtime"] == goal.runtime:
-                    ms, setting = row["latency_ms"]["p50"], f"median, {row['protocol']}, batch {row['batch']}"
-                    yield f"Latency target: {goal}; measured at the end: {ms:.4g} ms ({setting}).{planned}"
+            batch = goal.batch or job.recipe.bench.batch
+            for row in (row for entry in read_record(job.files.benchmark) or () for row in entry["rows"]):
+                if row["runtime"] == goal.runtime and batch in (None, row["batch"]) and not is_dense(row["artifact"]):
+                    ms, where = row["latency_ms"]["p50"], f"{row['artifact']}, {row['protocol']}, batch {row['batch']}"
+                    yield f"Latency target: {goal}; measured at the end: {ms:.4g} ms (median, {where}).{planned}"
     if job.options.structure_only:
         yield (
             "Nothing was trained or scored: cost and speed are those of this structure, accuracy is not known. To "
