@@ -237,6 +237,17 @@ def test_a_text_file_that_was_edited_before_keeps_its_entry(run: Path) -> None:
     assert "dense.onnx.json" not in (read_manifest(run) or {})["files"]
 
 
+def test_a_file_that_is_written_and_removed_has_no_entry(run: Path) -> None:
+    """As of an export that fails its check: a block inside of this one has recorded it."""
+    path = run / "model-fp16.onnx.json"
+    with record_changes(run):
+        with record_changes(run):
+            write_json(path, {})
+        assert path.name in read_manifest(run)["files"]
+        path.unlink()
+    assert [check.verdict for check in manifest_checks(RunFolder(run))] == ["passed"]
+
+
 @pytest.mark.parametrize("name", ["bench.json", "model.onnx.json", "state/mistakes.json"])
 def test_a_killed_process_leaves_no_entry_that_contradicts_a_file(run: Path, name: str) -> None:
     def change() -> None:

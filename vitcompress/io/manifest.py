@@ -117,7 +117,8 @@ def record_changes(folder: Path) -> Iterator[None]:
         if manifest:
             after, listed = _states(folder), manifest["files"]
             changed = {name for name, state in after.items() if before.get(name) != state or name not in listed}
-            written, removed = changed - edited.keys(), before.keys() - after.keys()
+            added = read_manifest(folder).get("files", {}).keys() - listed.keys()  # by a block inside of this one
+            written, removed = changed - edited.keys(), (before.keys() | added) - after.keys()
             if written or removed:
                 with lock_file(folder):
                     _write(folder, read_manifest(folder) or manifest, written, removed)
