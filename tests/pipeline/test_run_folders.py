@@ -56,6 +56,9 @@ def test_a_folder_of_another_recipe_is_rejected(small: Path) -> None:
     with pytest.raises(InputError, match="no export format 'onxn', did you mean onnx"):
         world.run(small, *world.BARE, "export.formats=['onxn']")
     assert tree(small) == before
+    world.run(small, *world.BARE, "summary='a text has no effect'")
+    with pytest.raises(OutputError, match=r"another recipe \(run\.seed is 0 there, 4 here\)"):
+        world.run(small, *world.BARE, "summary='another'", "run.seed=4")
     next(small.rglob("report.json")).unlink()  # `vitcompress export` needs a finished run
     with pytest.raises(OutputError, match="another recipe") as caught:
         world.run(small, *world.BARE, "export.formats=['onnx']")

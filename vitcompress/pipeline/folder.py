@@ -69,17 +69,17 @@ def _check_content(files: RunFolder, expected: str, fresh: bool) -> None:
     text = files.recipe.read_text(encoding="utf-8", errors="replace")
     if fresh and not text.startswith(HEADER):
         raise OutputError(f"{files.recipe} was not written by a run, so nothing here is replaced", hint=ELSEWHERE)
-    if not fresh and text != expected and _rewrite(text) != expected:
+    if not fresh and text != expected and (text := _rewrite(text, tomllib.loads(expected)["summary"])) != expected:
         message = f"{folder} contains a run of another recipe ({'; '.join(changed := difference(text, expected))})"
         add = "add exported files with `vitcompress export`" if files.report.is_file() else "finish this run first"
         other = f", or {add}" if all(line.startswith("export.") for line in changed) else ""
         raise OutputError(message, hint=f"{ELSEWHERE}{other}, or start over here with --fresh (of a study: remove it)")
 
 
-def _rewrite(text: str) -> str:
-    """The recipe.toml `text` as this version writes it: options that an earlier version lacked get their default."""
+def _rewrite(text: str, summary: str) -> str:
+    """The recipe.toml `text` as this version writes it, with defaults for new options and another `summary`."""
     with suppress(RecipeError):
-        recipe = build_recipe("of the run", parse_toml("of the run", text))
+        recipe = build_recipe("of the run", {**parse_toml("of the run", text), "summary": summary})
         return recipe_text(recipe, structure_only=STRUCTURE_ONLY in text)
     return text
 
