@@ -19,7 +19,7 @@ Row = Mapping[str, Any]  # a row of a study, see pipeline.study.results
 
 
 def draw(study: Row, into: Path) -> list[Path]:
-    """Draw the content of a study.json into the folder `into`. Raises MissingExtraError without matplotlib."""
+    """Draw a study.json into `into`, and remove earlier pictures. Raises MissingExtraError without matplotlib."""
     paths = [save_figure(accuracy_figure(study), into / "accuracy.png")]
     seeds: dict[str, list[Structure]] = {}  # row -> its structure with each seed
     for run in study["runs"]:
@@ -36,6 +36,8 @@ def draw(study: Row, into: Path) -> list[Path]:
             shown = {row["title"]: seeds[row["row"]] for row in rows if any(_lost(s, panel) for s in seeds[row["row"]])}
             if shown:
                 paths.append(save_figure(grid_figure(shown, panel), into / f"{name}-{panel}.png"))
+    for old in {path for panel in TITLES for path in into.glob(f"*-{panel}.png")} - {*paths}:
+        old.unlink()
     return paths
 
 

@@ -111,9 +111,11 @@ def test_every_curve_has_pictures_of_its_own(tmp_path: Path) -> None:
     args = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
     model = {"arch": "vit_tiny_patch16_224", "arch_args": args}
     whole = {"model": model, "rows": rows, "runs": runs, "speed": None, "dense": {"top1_mean": 0.9}}
+    for name in ("gone-layers.png", "a_b-widths.png", "own.png"):
+        (tmp_path / name).touch()
     paths = study.draw(whole, tmp_path)
     assert [path.name for path in paths] == ["accuracy.png", *(f"a_b{n}-layers.png" for n in ("", "_2", "_2_2"))]
-    assert sorted(paths) == sorted(tmp_path.iterdir())
+    assert {*paths, tmp_path / "own.png"} == {*tmp_path.iterdir()}, "pictures of an earlier study are gone"
 
 
 def test_the_legend_names_rows_as_they_are() -> None:
