@@ -144,7 +144,7 @@ def sample_warnings(samples: Sequence[timing.Samples], rows: Sequence[RunnerReco
 
 
 def comparison_warnings(rows: Sequence[BenchRow], *, transfers: bool = False) -> Iterator[str]:
-    """Differences that make a ratio unfair: image sizes, numbers of classes, devices, numbers of CPU threads.
+    """Differences that make a ratio unfair: image sizes, classes, devices, types of the input, CPU threads.
 
     transfers: they were requested, which has no effect on the CPU.
     """
@@ -152,6 +152,7 @@ def comparison_warnings(rows: Sequence[BenchRow], *, transfers: bool = False) ->
         "image sizes": lambda row: format_shape(row["input_size"]),
         "numbers of classes": lambda row: row.get("classes"),
         "devices": lambda row: row["device"],
+        "input types": lambda row: row.get("input_type"),
         "numbers of threads": lambda row: row["threads"] if _kind(row) == "cpu" else None,
     }
     for what, get in properties.items():

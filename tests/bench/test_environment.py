@@ -112,3 +112,7 @@ def test_equal_and_unknown_properties_make_no_ratio_unfair() -> None:
     assert list(environment.comparison_warnings([*rows, on_gpu])) == [
         "the ratios compare different devices (cpu: a, b; cuda: b)"
     ]
+    on_bytes = [{**row, "input_type": kind} for row, kind in zip(rows, ("float32", "uint8"), strict=True)]
+    assert list(environment.comparison_warnings([*on_bytes, rows[0]])) == [
+        "the ratios compare different input types (float32: a; uint8: b)"
+    ]

@@ -153,8 +153,9 @@ def execute_runs(runs: Sequence[Run], jobs: int, progress: Progress) -> None:
         progress.note(f"{number} of {len(runs)}: {run.name} {'failed' if problem else 'done'} ({seconds:.0f} s)")
     if failed:
         lines = [f"{', '.join(names)}: {problem}" for problem, (names, _) in failed.items()]
+        hint = "the same command repeats these; if one has a report, remove its folder first, or leave it out (--rows)"
         message = "\n  ".join([f"{sum(len(n) for n, _ in failed.values())} of {len(runs)} runs failed", *lines])
-        error = VitcompressError(message, hint="the other runs are done; the same command repeats these")
+        error = VitcompressError(message, hint=hint)
         error.add_note("\n".join(trace for _, trace in failed.values()))  # shown with --debug
         raise error
 
