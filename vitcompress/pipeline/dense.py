@@ -97,7 +97,7 @@ def _create_dense(job: Job) -> nn.Module:
     return model
 
 
-def _check_images(job: Job) -> tuple[str, Images]:
+def _images_to_check(job: Job) -> tuple[str, Images]:
     """The images that the dense model is checked on, and what they are.
 
     Weights from elsewhere may have been trained on the held-out images, and what their user knows is their accuracy on
@@ -117,7 +117,7 @@ def check_dense(job: Job) -> None:
     if why_unchecked(job):
         return
     assert job.data is not None
-    record, images = job.files.dense_accuracy, _check_images(job)[1]
+    record, images = job.files.dense_accuracy, _images_to_check(job)[1]
     digest = images_digest(job.data.classes, images)
     stored = read_record(record, dict[str, Accuracy]) if job.runtime.is_main else None
     known: Any = job.runtime.broadcast((stored or {}).get(digest))
@@ -139,12 +139,12 @@ def has_dense(job: Job) -> bool:
 
 def preview_dense(job: Job) -> Accuracy:
     """The accuracy of the dense model that a run would start from; writes nothing."""
-    return measure_accuracy(job, load_dense(job) if has_dense(job) else _create_dense(job), _check_images(job)[1])
+    return measure_accuracy(job, load_dense(job) if has_dense(job) else _create_dense(job), _images_to_check(job)[1])
 
 
 def why_unchecked(job: Job) -> str:
     """Why the accuracy of the dense model is not measured; empty if it is."""
-    if job.data is None or not _check_images(job)[1]:
+    if job.data is None or not _images_to_check(job)[1]:
         return f"there are no images{' with --structure-only' * job.options.structure_only}"
     return "" if job.recipe.model.weights != "random" or job.options.expect is not None else "its weights are random"
 
@@ -156,7 +156,7 @@ def examine_dense(job: Job, accuracy: Accuracy) -> tuple[list[str], CheckFailedE
     no better than always predicting the most frequent class.
     """
     assert job.data is not None
-    (kind, images), expect, classes = _check_images(job), job.options.expect, few(job.data.classes)
+    (kind, images), expect, classes = _images_to_check(job), job.options.expect, few(job.data.classes)
     low, high = (100 * end for end in accuracy.interval)
     top1 = f"{kind} top-1 {accuracy}, 95 % interval {low:.2f} to {high:.2f} %"
     scale = f"mean {describe_value(job.input.mean)} and standard deviation {describe_value(job.input.std)}"

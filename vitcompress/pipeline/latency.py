@@ -47,8 +47,7 @@ def describe_searches(job: Job) -> Iterator[str]:
             minutes = math.ceil(((count + 2) * SECONDS + 2 * PATIENCE) / 60)
             yield (
                 f"Step {step.number + 1} prunes to {goal}, which a dry run does not check; the cost above is that of "
-                "the recipe's sizes. A run ends if the latency is not between those of the largest and the smallest "
-                "structure; for the first such step it checks this before the training. It measures at most "
+                "the recipe's sizes. A run ends if no structure reaches the latency. It measures at most "
                 f"{count} candidates, in up to {minutes} min, and exports them."
             )
 
