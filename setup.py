@@ -10,7 +10,7 @@ class Requirements(egg_info):
     def finalize_options(self) -> None:
         if os.environ.get("VITCOMPRESS_CPU"):
             lines = [line for line in self.distribution.install_requires if not line.startswith("onnxruntime")]
-            lines.append("onnxruntime>=1.24.1,!=1.27.*")
+            lines.append("onnxruntime>=1.25,!=1.27.*")
             self.distribution.install_requires = self.distribution.metadata.install_requires = lines
         super().finalize_options()
 
