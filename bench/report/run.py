@@ -248,7 +248,7 @@ def markdown(report: records.Report) -> str:
         figures = _published_lines(published, report["cost"]["compressed"])
         parts += ["## As published by others, not measured here", _bullets(figures)]
     searched = [text for entry in artifacts or () if (text := entry.get("fp32_layers"))]
-    if notes := [*(report.get("notes") or ()), *searched]:
+    if notes := [*dict.fromkeys([*(report.get("notes") or ()), *searched])]:  # earlier versions put them together
         parts += ["## Notes", _bullets(notes)]
     model = report.get("model") or {}
     input = model.get("input")  # the lines neither pad images nor read other channels

@@ -221,6 +221,23 @@ def test_images_of_a_calibration_are_those_of_the_run() -> None:
     assert "int8 needs images: the images or labels" in expect_error("export", "run", "--precision", "int8")
 
 
+def test_a_run_that_an_earlier_version_began_is_continued() -> None:
+    """It recorded one accuracy, not that of each set of images."""
+    run("--out", "run", "--expect", "99", code=1)
+    record = RunFolder(Path("run")).dense_accuracy
+    (accuracy,) = json.loads(record.read_text()).values()
+    record.write_text(json.dumps(accuracy))
+    assert "expected 99 %" in run("--out", "run", "--expect", "99", code=1)["error"]
+    assert list(json.loads(record.read_text()).values()) == [accuracy]
+
+
+def test_a_dry_run_without_the_data_does_not_compare_the_model() -> None:
+    run("--out", "run", "--expect", "99", code=1)
+    Path("pictures").rename("moved")
+    (problem,) = run("--out", "run", "--dry-run", code=2)["missing"]
+    assert "does not exist" in problem
+
+
 def test_what_the_weights_do_not_state_is_a_note() -> None:
     (note,) = (note for note in run("--dry-run")["notes"] if "do not state" in note)
     assert "weights do not state mean, std, interpolation, crop_pct." in note and "--crop-pct V" in note

@@ -112,6 +112,18 @@ def test_speed_is_measured_in_one_go_and_once(
     assert again["speed"] not in (one["speed"], result["speed"]) and again["pairs"] == result["pairs"]
 
 
+def test_a_missing_file_is_exported_again_and_a_damaged_one_of_another_row_is_left_out(
+    tiny: Path, whole: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(whole[0], tmp_path / "s")
+    (folder / "control-seed0/model.onnx").unlink()
+    (folder / "random_2-seed0/model.onnx").write_bytes(b"no model")
+    one = run_study(load_study(str(tiny), rows=["control"]), StudyOptions(folder, seeds=1, speed="again"))
+    assert [row["artifact"] for row in one["speed"]["rows"]] == ["dense", "control-seed0"]
+    with pytest.raises(ArtifactError, match=r"random_2-seed0 is not as it was written: model\.onnx"):
+        run_study(load_study(str(tiny)), StudyOptions(folder, seeds=1))
+
+
 def test_files_of_a_study_are_alike_verified_and_recorded(
     whole: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -396,7 +396,7 @@ def test_an_image_that_breaks_later_is_named_in_one_sentence(tmp_path: Path, wor
         list(EvalLoader(splits.train, INPUT, 2, runtime))
     assert caught.value.message.startswith(f"image {root / 'train/a/1.png'} cannot be read")
     assert "Traceback" not in caught.value.message and "\n" not in caught.value.message
-    assert caught.value.hint == "replace it; without it, a run starts over"
+    assert caught.value.hint == "replace it by a readable one"
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm here")

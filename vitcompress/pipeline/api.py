@@ -242,7 +242,7 @@ def _recorded(record: Path, call: Mapping[str, object], model: nn.Module, what: 
     if known != call or not (stopped or weights in (before, *after)):
         message = f"{record.parent} contains a {what} of another model or call"
         raise InputError(message, hint="use another folder, or the model as it was before this call or after it")
-    created = not record.is_file()
+    created = not (record.is_file() or torch.distributed.is_initialized())  # other processes may read it
     write_json(record, {**call, "weights": [before, *after]})
     try:
         yield

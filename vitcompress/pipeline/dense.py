@@ -53,7 +53,8 @@ def check_source(job: Job) -> None:
     if job.data is not None:
         check_images(job.dense_folder, job.data)
     plans = read_plan(RunFolder(job.dense_folder).plan), job.base
-    if changed := describe_differences(*({"model.args": dict(plan.arch_args)} for plan in plans)):
+    known = job.data is not None or job.options.structure_only  # else the number of classes may be missing
+    if known and (changed := describe_differences(*({"model.args": dict(plan.arch_args)} for plan in plans))):
         message = f"the model is not that of {job.dense_folder}: {'; '.join(changed)}"
         raise InputError(message, hint="restore the recipe's files, or delete this folder and start over with --fresh")
     if job.weights_problem is None and job.resolved.weights != "hub":  # which may need a network
@@ -119,7 +120,7 @@ def check_dense(job: Job) -> None:
     assert job.data is not None
     record, images = job.files.dense_accuracy, _images_to_check(job)[1]
     digest = images_digest(job.data.classes, images)
-    stored = read_record(record, dict[str, Accuracy]) if job.runtime.is_main else None
+    stored = read_record(record, dict[str, Accuracy | float]) if job.runtime.is_main else None  # earlier: one accuracy
     known: Any = job.runtime.broadcast((stored or {}).get(digest))
     accuracy = Accuracy(**known) if known else measure_accuracy(job, load_dense(job), images)
     if job.runtime.is_main and not known:

@@ -83,8 +83,7 @@ def dry_run_recipe(recipe: Recipe, options: RunOptions, *, check: bool = False) 
     recipe = apply_options(recipe, options)
     folder, data, done = options.folder(recipe), None, False
     with suppress(OSError):  # reported by `check_folder`
-        # Then neither data nor weights are needed, except to check an expected accuracy.
-        done = options.is_done(RunFolder(folder)) and options.expect is None
+        done = options.is_done(RunFolder(folder)) and options.expect is None  # then it needs no data and no weights
     no_path, unopened = list[str](), list[str]()
     if not options.structure_only and not (no_path := _list_problems([partial(check_named, recipe.data)])):
         try:

@@ -271,7 +271,7 @@ def sign_artifact(path: Path, key: Any) -> Path:
 
     files = RunFolder(path)
     record = files.manifest if path.is_dir() else sidecar_path(path)
-    if not record.is_file():
+    if not (read_manifest(path) if path.is_dir() else record.is_file()):
         hint = "`vitcompress export` writes the sidecar of a file, `vitcompress verify DIR --adopt` a manifest"
         raise ArtifactError(f"{path} cannot be signed: there is no {record}", hint=hint)
     if path.is_dir():

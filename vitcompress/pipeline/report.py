@@ -214,17 +214,15 @@ def _artifact(
         "batch": sidecar["build"].get("batch"),
         "variable_batch": sidecar["build"].get("variable_batch", False),
         "agreement": agreement,
-        "fp32_layers": _describe_fp32_layers(path.name, sidecar.get("islands_search")),
+        "fp32_layers": _describe_fp32_layers(path.name, search) if (search := sidecar.get("islands_search")) else None,
         "accuracy": accuracy.get(path.name),
         "speed": find_speed(measured, sha256, {"transfers": False}),
     }
     return cast(ArtifactRecord, record)
 
 
-def _describe_fp32_layers(name: str, search: Mapping[str, Any] | None) -> str | None:
+def _describe_fp32_layers(name: str, search: Mapping[str, Any]) -> str:
     """A sentence about the layers that a search keeps in fp32."""
-    if not search:
-        return None
     proxy = ", which is a proxy for the GPU" if search["proxy"] else ""
     layers, count = ", ".join(search["chosen"]) or "nothing", len(search["tries"])
     return f"{name} keeps {layers} in fp32. Sets tried: {count}, evaluated by {search['judge']}{proxy}."
@@ -288,11 +286,12 @@ def _remarks(job: Job) -> Iterator[str]:
             here = measured_on(job.runtime.device, job.recipe.run.threads)
             other = latency.other_machine(step.files.path, goal.runtime, here)
             planned = f" The widths were chosen by times from another machine or setting ({other})." if other else ""
-            batch = goal.batch or job.recipe.bench.batch
+            batch, end = goal.batch or job.recipe.bench.batch or 1, "not measured at the end with this batch"
             for row in (row for entry in read_record(job.files.benchmark) or () for row in entry["rows"]):
-                if row["runtime"] == goal.runtime and batch in (None, row["batch"]) and not is_dense(row["artifact"]):
-                    ms, where = row["latency_ms"]["p50"], f"{row['artifact']}, {row['protocol']}, batch {row['batch']}"
-                    yield f"Latency target: {goal}; measured at the end: {ms:.4g} ms (median, {where}).{planned}"
+                if (row["runtime"], row["batch"]) == (goal.runtime, batch) and not is_dense(row["artifact"]):
+                    ms, about = row["latency_ms"]["p50"], f"{row['artifact']}, {row['protocol']}, batch {batch}"
+                    end = f"measured at the end: {ms:.4g} ms (median, {about})"
+            yield f"Latency target: {goal}; {end}.{planned}"
     if job.options.structure_only:
         yield (
             "Nothing was trained or scored: cost and speed are those of this structure, accuracy is not known. To "

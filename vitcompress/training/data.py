@@ -216,6 +216,8 @@ def _timm(options: DataOptions) -> Splits:
     numbers, other_numbers = (getattr(part, "class_to_idx", None) or {} for part in (train, test))
     if same or numbers != other_numbers:
         message = f"timm:{name}: {splits[1]!r} has {'the images of' if same else 'other classes than'} {splits[0]!r}"
-        raise DataError(message, hint=f"create a folder for each in {options.path}, with the same class folders")
+        raise DataError(
+            message, hint=f"use a folder for each in {options.path}, with the same classes; or set data.test_split"
+        )
     names = getattr(parts[0].dataset, "classes", None) or [*numbers] or range(int(parts[0].labels.max()) + 1)
     return Splits(name, tuple(map(str, names)), parts[0], test=parts[1])

@@ -162,7 +162,7 @@ class MappedImages(Images):
             file, label, *_ = data.reader[index]
         except OSError as error:
             message = f"image {index} of {self.name} cannot be read: {error}"
-            raise DataError(message, hint="replace it; if you remove it, a run starts over") from error
+            raise DataError(message, hint="replace it by a readable one") from error
         with file:
             image = decode(file, data.filename(index, absolute=True)).convert(data.input_img_mode)
         image = data.transform(image) if data.transform else image
@@ -268,8 +268,7 @@ def decode(file: Any, name: str = "") -> Image.Image:
                 raise ValueError(f"its pixels have more than 8 bits (mode {image.mode}); convert it to 8 bits")
             return image if image is file else image.convert("L" if image.mode in ("1", "L") else "RGB")
     except _UNREADABLE as error:
-        hint = "replace it; without it, a run starts over"
-        raise DataError(f"image {name or file} cannot be read: {error}", hint=hint) from error
+        raise DataError(f"image {name or file} cannot be read: {error}", hint="replace it by a readable one") from error
 
 
 def _problem(file: str) -> str:

@@ -1,6 +1,5 @@
 """Check what a finished run recorded: no file changed since then, and the counts follow from the stored results."""
 
-import shlex
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -36,8 +35,8 @@ def manifest_checks(files: RunFolder, *, adopt: bool = False) -> Iterator[Check]
     if (isinstance(report, dict) and report.get(MANIFEST)) or _was_checked(files):
         yield Check(MANIFEST, "failed", detail=f"{files.manifest.name} is missing; {REMEDY}")
     elif report or not files.recipe.is_file():
-        adopt_it = f"vitcompress verify {shlex.quote(str(files.path))} --adopt"
-        yield Check(MANIFEST, "not_run", detail=f"there is no {files.manifest.name}; `{adopt_it}` writes one")
+        adopt_it = "`vitcompress verify DIR --adopt` writes one, if no other file has this name"
+        yield Check(MANIFEST, "not_run", detail=f"vitcompress has written no {files.manifest.name}; {adopt_it}")
 
 
 def _was_checked(files: RunFolder) -> bool:

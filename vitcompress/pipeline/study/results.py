@@ -56,8 +56,9 @@ def measure_speed(
     folders = {DENSE: dense_folder(runs[0].recipe, runs[0].folder), **{run.name: run.folder for run in runs}}
     files = {name: RunFolder(folder).exported("model", ONNX.suffix) for name, folder in folders.items()}
     for file, run in zip(files.values(), (runs[0], *runs), strict=True):
-        check_unchanged(file.parent, file, sidecar_path(file))
-        if not (file.is_file() and sidecar_path(file).is_file()):
+        if file.is_file() and sidecar_path(file).is_file():
+            check_unchanged(file.parent, file, sidecar_path(file))
+        else:
             progress.stage(f"Export {file.parent.name}")
             export = run.recipe.export.only({"opset", "uint8"})  # in fp32: runs export files in other precisions
             with record_changes(runs[0].folder), record_changes(file.parent):  # the dense model may be in the first run
@@ -73,7 +74,7 @@ def measure_speed(
         progress.note("speed is not measured yet; the same command without --speed later measures it")
         return None
     others = {n: RunFolder(folder / n).exported("model", ONNX.suffix) for n in known["models"]} if known else {}
-    files |= {name: file for name, file in others.items() if file.is_file()}
+    files |= {n: file for n, file in others.items() if file.is_file() and file_sha256(file) == known["models"][n]}
     progress.stage(f"Measure {len(files)} models interleaved")
     table, runner = study.speed, RunnerOptions(threads=study.speed.threads)
     options = suite.BenchOptions(table.protocol, table.batch, table.warmup, table.runs, runner)
