@@ -232,9 +232,12 @@ def test_a_run_that_an_earlier_version_began_is_continued() -> None:
 
 
 def test_a_dry_run_without_the_data_does_not_compare_the_model() -> None:
-    run("--out", "run", "--expect", "99", code=1)
+    """Its number of classes is not known."""
+    words = ["--weights", "train", "--out", "run", "--set", "dense.epochs=1", "--set", "dense.batch_size=4"]
+    run(*words)
+    Path("run/report.json").unlink()
     Path("pictures").rename("moved")
-    (problem,) = run("--out", "run", "--dry-run", code=2)["missing"]
+    (problem,) = run(*words, "--dry-run", code=2)["missing"]
     assert "does not exist" in problem
 
 
