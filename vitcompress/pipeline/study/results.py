@@ -66,10 +66,9 @@ def measure_speed(
             if outcome.verdict == "failed":
                 raise CheckFailedError(f"{file} does not match its model, see {outcome.path}: {outcome.reason}")
     models = {name: file_sha256(file) for name, file in files.items()}
-    settings = asdict(study.speed)
-    known: Speed | None = read_record(path, Speed)
+    settings, known = asdict(study.speed), read_record(path, Speed)
     if known and when != "again" and settings == known["settings"] and models.items() <= known["models"].items():
-        return known
+        return cast(Speed, known)
     if when == "later":
         progress.note("speed is not measured yet; the same command without --speed later measures it")
         return None
