@@ -209,7 +209,7 @@ def test_a_whole_run_meets_the_latency_and_reports_the_result(tmp_path: Path) ->
 def test_a_latency_of_another_batch_is_not_that_of_the_target(tmp_path: Path) -> None:
     notes = whole(tmp_path / "run", "step.0.amount=40", "step.0.latency_batch=3", "bench.batch=2")["notes"]
     (note,) = (note for note in notes if note.startswith("Latency target: "))
-    assert note == "Latency target: 40 ms on torch, batch 3; not measured at the end with this batch."
+    assert note == "Latency target: 40 ms on torch, batch 3; not measured at the end with batch 3."
 
 
 @pytest.mark.usefixtures("simulated_clock")

@@ -286,7 +286,8 @@ def _remarks(job: Job) -> Iterator[str]:
             here = measured_on(job.runtime.device, job.recipe.run.threads)
             other = latency.other_machine(step.files.path, goal.runtime, here)
             planned = f" The widths were chosen by times from another machine or setting ({other})." if other else ""
-            batch, end = goal.batch or job.recipe.bench.batch or 1, "not measured at the end with this batch"
+            batch = goal.batch or job.recipe.bench.batch or 1
+            end = f"not measured at the end with batch {batch}"
             for row in (row for entry in read_record(job.files.benchmark) or () for row in entry["rows"]):
                 if (row["runtime"], row["batch"]) == (goal.runtime, batch) and not is_dense(row["artifact"]):
                     ms, about = row["latency_ms"]["p50"], f"{row['artifact']}, {row['protocol']}, batch {batch}"
