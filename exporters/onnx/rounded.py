@@ -1,11 +1,12 @@
-"""Emulate other processors: the outputs of an ONNX file in half precision or int8 as they compute them.
+"""Emulate other arithmetic: the outputs of an ONNX file in half precision or int8 as other processors compute them.
 
 On most CPUs ONNX Runtime computes fp16 in fp32 without rounding in between, so that overflows do not show, and bf16 not
 at all. Here every operator computes in fp32, like tensor cores, and its result is rounded to the type in the file.
-Without VNNI a CPU adds two products of int8 in 16 bits, which saturate; with `unsigned_integers` it does not.
+Or no result is rounded, so that errors show which roundings to half precision would hide. Without VNNI a CPU adds two
+products of int8 in 16 bits, which saturate; with `unsigned_integers` it does not.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,15 @@ MOVES = ("Reshape", "Transpose", "Slice", "Squeeze", "Unsqueeze", "Concat", "Spl
 CHUNK = 16  # images at a time
 
 
-def rounded_logits(path: Path, images: Tensor) -> Tensor:
+def rounded_logits(path: Path, images: Tensor, scalars: Collection[float] | None = None) -> Tensor:
     """Logits of the file `path` for normalized `images`, (count, channels, height, width), rounded at every step.
 
-    Raises ArtifactError if ONNX Runtime cannot run the file.
+    scalars: as in `spell_out_casts`. Raises ArtifactError if ONNX Runtime cannot run the file.
     """
-    call = open_changed(path, spell_out_casts(file.read_onnx(path)).SerializeToString())
+    model = file.read_onnx(path)
+    with run_errors(str(path)):  # of shape inference
+        content = spell_out_casts(model, scalars).SerializeToString()
+    call = open_changed(path, content)
     return torch.cat([call(chunk)[0] for chunk in torch.split(images, CHUNK)])
 
 
@@ -61,8 +65,11 @@ def open_changed(path: Path, content: bytes, *, optimize: bool = False) -> Calla
     return call
 
 
-def spell_out_casts(model: Any) -> Any:
-    """`model`, an ONNX protobuf, in fp32, with two casts after each result that was rounded to half precision."""
+def spell_out_casts(model: Any, scalars: Collection[float] | None = None) -> Any:
+    """`model`, an ONNX protobuf, in fp32, with two casts after each result that was rounded to half precision.
+
+    scalars: round no result, and take these numbers instead of the scalars of the file that are equal after rounding.
+    """
     model = onnx.shape_inference.infer_shapes(model)
     graph = model.graph
     types = {value.name: value.type.tensor_type.elem_type for value in (*graph.input, *graph.value_info, *graph.output)}
@@ -70,15 +77,21 @@ def spell_out_casts(model: Any) -> Any:
     for tensor in graph.initializer:
         if tensor.data_type in HALF:
             name, tensor.name = tensor.name, f"{tensor.name}.low"
+            for exact in scalars or () if not tensor.dims else ():
+                stored = numpy_helper.to_array(tensor)
+                if stored == np.array(exact, stored.dtype):
+                    tensor.CopyFrom(numpy_helper.from_array(np.array(exact, np.float32), tensor.name))
             nodes.append(_cast(tensor.name, name, TensorProto.FLOAT))
     for node in graph.node:
         nodes.append(node)
+        for own in node.attribute if node.op_type == "Cast" and scalars is not None else ():
+            own.i = TensorProto.FLOAT if own.name == "to" and own.i in HALF else own.i
         for index, name in enumerate(node.output):
             kind = types.get(name)
             if kind is None or kind not in HALF or node.op_type in MOVES:
                 continue
             source = node.output[index] = f"{name}.wide"
-            if node.op_type not in ROUNDED_ALREADY:
+            if scalars is None and node.op_type not in ROUNDED_ALREADY:
                 nodes.append(_cast(source, f"{name}.low", kind))
                 source = f"{name}.low"
             nodes.append(_cast(source, name, TensorProto.FLOAT))

@@ -99,6 +99,7 @@ def test_the_file_agrees_and_states_its_precision(precision: str, hint: str, mod
         assert precision == "int8+bf16" and "computes in int8 on this processor" in checks[0].detail
         return
     assert {check.verdict for check in checks} == {"passed"}
+    assert any(check.name.endswith(".unrounded.emulation") for check in checks) is (precision == "int8+bf16")
     exact, runner = model(IMAGES).detach(), open_runner(done.path)
     error = float((runner(IMAGES) - exact).abs().max() / exact.abs().max())
     assert runner.describe()["precision"] == precision and 1e-4 < error < 0.08

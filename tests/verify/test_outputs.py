@@ -1,6 +1,7 @@
 """Exported files are compared with their model: a file that agrees is verified, one that does not is moved away."""
 
 import json
+import re
 import shlex
 import signal
 import subprocess
@@ -26,6 +27,7 @@ from vitcompress.exporters.runtimes import Runner, open_runner
 from vitcompress.exporters.sidecar import amend_sidecar, read_sidecar
 from vitcompress.io.checks import Check, Status
 from vitcompress.io.files import file_sha256
+from vitcompress.io.hardware import slow_reason
 from vitcompress.io.progress import Progress
 from vitcompress.models.checkpoint import load_model, write_model
 from vitcompress.models.cost import count_cost
@@ -118,6 +120,60 @@ def test_the_outputs_of_an_edited_fp32_file_exceed_what_rounding_explains(
     after = {check.name: check.verdict for check in output_checks(path, original)}
     assert after[f"agreement.{path.name}.error"] == "failed"
     assert (after[f"agreement.{path.name}.kl"] == "failed") is (edit is negate_head)
+
+
+def scale_one_layer(graph: Any) -> None:
+    """By 0.995, without a change of its weight."""
+    kinds = {tensor.name: tensor.data_type for tensor in graph.initializer}
+    node = next(node for node in graph.node if node.op_type in ("Gemm", "MatMul") and node.input[1] in kinds)
+    kind, scaled = kinds[node.input[1]], f"{node.output[0]}.unscaled"
+    factor = onnx.helper.make_tensor("less", kind, [], [0.995])
+    product = onnx.helper.make_node("Mul", [scaled, "less"], [node.output[0]], "scaled")
+    node.output[0] = scaled
+    graph.initializer.append(factor)
+    graph.node.insert(list(graph.node).index(node) + 1, product)
+
+
+@pytest.mark.parametrize("uint8", [False, True])
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("edit", [scale_one_layer, another_epsilon])
+def test_roundings_to_half_precision_hide_no_wrong_operation(
+    edit: Callable[[Any], None], precision: Any, uint8: bool, folder: Path
+) -> None:
+    path = write_file(folder, options=ExportOptions(precision, islands=("softmax",), uint8=uint8)).path
+    original = Original(load_model(folder), IMAGES)
+    assert {check.verdict for check in rounded_checks(path, original, rounded=False)} == {"passed"}
+    model = onnx.load(str(path))
+    edit(model.graph)
+    onnx.save(model, str(path))
+    amend_sidecar(path, files={path.name: file_sha256(path)})
+    failed = {check.name for check in output_checks(path, original) if check.verdict == "failed"}
+    error = f"agreement.{path.name}.unrounded.error"
+    assert error in failed and all(".unrounded." in name for name in failed)
+
+
+@pytest.mark.skipif(bool(slow_reason("bf16")), reason="OpenVINO runs bf16 on processors that have it")
+def test_roundings_in_openvino_hide_no_wrong_operation(folder: Path) -> None:
+    path = write_file(folder, "openvino", options=ExportOptions("bf16")).path
+    original = Original(load_model(folder), IMAGES)
+    checks = {check.name: check.verdict for check in output_checks(path, original)}
+    assert set(checks.values()) == {"passed"} and f"agreement.{path.name}.unrounded.error" in checks
+    text = path.read_text()
+    path.write_text(re.sub(' eps="[^"]*"', ' eps="2e-06"', text))  # instead of 1e-6
+    assert path.read_text() != text
+    amend_sidecar(path, files={file.name: file_sha256(file) for file in (path, path.with_suffix(".bin"))})
+    failed = {check.name for check in output_checks(path, original) if check.verdict == "failed"}
+    assert failed and all(".unrounded." in name for name in failed)
+
+
+def test_a_graph_of_mixed_types_fails(folder: Path) -> None:
+    path = write_file(folder, options=ExportOptions("bf16")).path
+    model = onnx.load(str(path))
+    next(tensor for tensor in model.graph.initializer if len(tensor.dims) == 1).data_type = onnx.TensorProto.FLOAT16
+    onnx.save(model, str(path))
+    amend_sidecar(path, files={path.name: file_sha256(path)})
+    failed = {check.name for check in output_checks(path, Original(load_model(folder), IMAGES))}
+    assert failed >= {f"agreement.{path.name}.{kind}" for kind in ("rounded", "unrounded")}
 
 
 @pytest.mark.parametrize(

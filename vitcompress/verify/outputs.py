@@ -27,6 +27,9 @@ saturation: an ONNX file in int8 is also computed with exact integer products. P
 logits (of OpenVINO, which has none, the served ones) and those of the model in torch with the same roundings, in the
 root mean square. Sums in torch are rounded differently, so that some values round to the next step, and in a deep model
 many: a difference of twice what a change of the images by some roundings of fp32 makes in torch is allowed, too.
+
+unrounded: files in half precision are also computed in fp32, and compared with the model with their stored tensors and
+the limits of fp32: a wrong operation that changes the logits by less than d does not hide behind roundings.
 """
 
 import math
@@ -42,6 +45,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from vitcompress.errors import DeviceError, MissingExtraError, VitcompressError
 from vitcompress.exporters.onnx import file
@@ -54,7 +58,7 @@ from vitcompress.exporters.quantize.graph import Quantization, read_quantization
 from vitcompress.exporters.quantize.smooth import rescale
 from vitcompress.exporters.runtimes import Runner, open_runner
 from vitcompress.exporters.sidecar import read_input, read_sidecar
-from vitcompress.exporters.uint8 import from_bytes, to_bytes
+from vitcompress.exporters.uint8 import build_deployed, from_bytes, to_bytes
 from vitcompress.io.checks import Check, largest_difference, limit_check
 from vitcompress.io.files import decode_json_values
 from vitcompress.io.hardware import slow_reason
@@ -69,6 +73,7 @@ from vitcompress.verify import tolerance
 # The type whose roundings a precision has: tf32 is as precise as fp16.
 TYPES = {"fp32": torch.float32, "tf32": torch.float16, "fp16": torch.float16, "bf16": torch.bfloat16}
 SHARES = {"fp32": 1e-3, "tf32": 1e-2, "fp16": 1e-2, "bf16": 8e-2, "int8": 8e-2, "fp8": 24e-2}
+WIDE = {"fp16": "fp32", "bf16": "fp32", "int8+bf16": "int8"}  # without roundings to half precision
 MOST_SATURATION = 0.5
 REMEDY = "; products of 8 bits may saturate on this processor: use --weight-bits 7"
 ROUNDINGS = 2.0**-20  # relative error of sums and elementary functions in fp32: some units in the last place
@@ -242,7 +247,7 @@ def output_checks(path: Path, original: Original, device: str | None = None) -> 
     """Compare the outputs of the exported file `path` with those of its model.
 
     A file that this machine cannot run is `not_run`, with the reason and the command for the target. ONNX files in half
-    precision are evaluated once more by `rounded_checks`. device: None is the one that the file is for, else the CPU.
+    precision are evaluated again by `rounded_checks`. device: None is the one that the file is for, else the CPU.
     """
     name = f"{AGREEMENT}{path.name}"
     try:
@@ -252,11 +257,14 @@ def output_checks(path: Path, original: Original, device: str | None = None) -> 
             checks = _runner_checks(path, original, runner)
         if path.suffix == OPENVINO.file_suffix:
             checks[0] = _add_default(checks[0], path, original)
+            checks += _widened_checks(path, original)
     except (DeviceError, MissingExtraError) as error:
         checks = [original.not_run(name, path, f"{error.message}; {error.hint or 'run the command on the target'}")]
     except VitcompressError as error:
         return [Check(name, "failed", detail=error.message)]
-    return checks if device else [*checks, *rounded_checks(path, original)]
+    if device:
+        return checks
+    return [*checks, *rounded_checks(path, original), *rounded_checks(path, original, rounded=False)]
 
 
 def _add_default(flips: Check, path: Path, original: Original) -> Check:
@@ -274,6 +282,15 @@ def _add_default(flips: Check, path: Path, original: Original) -> Check:
     where = "within" if worst.verdict == "passed" else "note: beyond"
     text = f"without {HINT} it runs in {used} here, {where} the limits of {used}"
     return replace(flips, detail=f"{flips.detail}; {text} ({worst.detail.partition(';')[0]}{values})")
+
+
+def _widened_checks(path: Path, original: Original) -> list[Check]:
+    """Run an OpenVINO file in half precision, whose tensors are in fp32 or int8, in fp32."""
+    if (precision := WIDE.get(read_sidecar(path).get("precision"))) is None:
+        return []
+    with closing(open_runner(path, precision=precision)) as runner:
+        checks = _runner_checks(path, original, runner)
+    return [replace(check, name=check.name.replace(path.name, f"{path.name}.unrounded", 1)) for check in checks]
 
 
 def _metadata(path: Path) -> Mapping[str, Any]:
@@ -392,21 +409,46 @@ def _rows(batches: Sequence[int], images: int) -> list[Tensor]:
     return [torch.arange(start, start + size) % images for start, size in starts]
 
 
-def rounded_checks(path: Path, original: Original) -> list[Check]:
+def rounded_checks(path: Path, original: Original, *, rounded: bool = True) -> list[Check]:
     """Compare the outputs of an ONNX file in half precision, on the CPU with every result rounded to that precision.
 
     A GPU rounds every result; ONNX Runtime on the CPU, without kernels for half precision, does not. This is a proxy
     for the hardware that such files are for. Other files have no such checks.
+
+    rounded: False computes in fp32, and compares with the model with the tensors of the file, in half precision only.
     """
-    metadata = _metadata(path)
-    precision, input = metadata.get("precision"), read_input(str(path), metadata)
-    if precision not in (*HALF, "fp8") or input is None:
+    metadata, name = _metadata(path), f"{path.name}.{'rounded' if rounded else 'unrounded'}"
+    precision, uint8 = metadata.get("precision"), metadata.get("input") == "uint8"
+    input, possible = read_input(str(path), metadata), (*HALF, "fp8") if rounded else HALF
+    if precision not in possible or input is None:
         return []
-    images = original.rounded_to_bytes(input) if metadata.get("input") == "uint8" else original.images
+    images = original.rounded_to_bytes(input) if uint8 else original.images
     try:
-        settings, calls = read_quantization(metadata), [(torch.arange(len(images)), rounded_logits(path, images))]
+        kind, evaluations, scalars = read_quantization(metadata) or precision, 0, None
+        if not rounded:
+            islands, images = tuple(metadata.get("islands") or ()), images[: tolerance.BATCH]
+            model = build_deployed(original.model, input, precision, islands, uint8=False).float()
+            original, kind, evaluations = replace(original, model=model, images=images), "fp32", 2 + uint8
+            with _Scalars() as record:
+                tolerance.model_logits(model, images[:1])
+            scalars = record.found
+        calls = [(torch.arange(len(images)), rounded_logits(path, images, scalars))]
     except VitcompressError as error:
-        return [Check(f"{AGREEMENT}{path.name}.rounded", "failed", detail=error.message)]
-    source = f"every result rounded to {precision} in onnxruntime on cpu, a proxy for the GPU"
-    limits = _limits(original, images, [settings or precision])
-    return _call_checks(f"{path.name}.rounded", original, images, calls, limits, source)
+        return [Check(f"{AGREEMENT}{name}", "failed", detail=error.message)]
+    how = "every result rounded to {}, a proxy for the GPU" if rounded else "only tensors rounded to {}"
+    source = f"{how.format(precision)}, in onnxruntime on cpu"
+    return _call_checks(name, original, images, calls, _limits(original, images, [kind], evaluations), source)
+
+
+class _Scalars(TorchFunctionMode):
+    """Records the numbers that torch computes with while it is active. A file in half precision rounds them, too."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = set[float]()
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found.update(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, float))
+        if func is F.scaled_dot_product_attention:
+            self.found.add(args[0].shape[-1] ** -0.5)
+        return func(*args, **(kwargs or {}))
