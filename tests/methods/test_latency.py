@@ -138,15 +138,28 @@ def times_of(method: str) -> list[float]:
     return [size(width.deploy(vit, around.plan, delta)) for _, delta in sizes]
 
 
-@pytest.mark.parametrize("kind", ["attention", "activation"])
-def test_a_model_without_attentions_or_ffns_has_no_sizes_of_a_standard_model(kind: SiteKind, tmp_path: Path) -> None:
+def test_the_global_scope_has_as_many_sizes_as_the_others() -> None:
+    vit = model(4, 32)
+    around = context(Path(), vit)
+    options = Options(scope="global", keep_ratio=0.9, align=HALF["align"], images=24)
+    sizes = latency.list_sizes(METHODS["isomorphic"], vit, around.family, around.plan, options)
+    smallest = width.deploy(vit, around.plan, sizes[-1][1])
+    assert len(sizes) > 10 and size(smallest) < 0.2 * size(vit)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("attention", "in blocks do not alternate"), ("activation", "was replaced by an earlier step")]
+)
+def test_a_model_without_attentions_or_ffns_has_no_sizes_of_a_standard_model(
+    kind: SiteKind, words: str, tmp_path: Path
+) -> None:
     vit = model()
     removed: depth.Blocks = {kind: (0, 1, 2)}
     plan = depth.plan_layers(vit, context(tmp_path, vit).plan, removed, FixedOptions())
     vit = surgery.apply_plan(vit, plan)
     plan = surgery.fold_linears(vit, plan).plan
     options = replace(SIZED["upvit"], target="latency", amount=1.0)
-    with pytest.raises(PlanError, match="upvit has no sizes to choose by a latency"):
+    with pytest.raises(PlanError, match=words):
         latency.plan_step(METHODS["upvit"], vit, context(tmp_path, vit, plan=plan, latency=clock(size)), options)
 
 

@@ -6,7 +6,6 @@ folder, and candidates are measured anew.
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -94,12 +93,17 @@ def list_sizes(method: Method, model: nn.Module, family: Family, base: Plan, opt
     """
     sizes = {base.delta().digest: (options, base.delta())}
     resized = (method.resize(options, model, family, step / STEPS) for step in range(1, STEPS + 1))
+    reason: InputError = PlanError(
+        f"{method.name} has no sizes to choose by a latency", hint="remove target = 'latency'"
+    )
     for different in {repr(one): one for one in resized}.values():
-        with suppress(InputError):  # the model cannot have such sizes
+        try:
             delta = method.structure(model, family, base, different)
             sizes.setdefault(delta.digest, (different, delta))
+        except InputError as error:  # the model cannot have such sizes
+            reason = error
     if len(sizes) == 1:
-        raise PlanError(f"{method.name} has no sizes to choose by a latency", hint="remove target = 'latency'")
+        raise reason
     return list(sizes.values())
 
 
@@ -157,7 +161,9 @@ class LatencySearch:
             else:
                 sides = [ms for ms in times if ms <= goal.ms][-1:] + [ms for ms in times if ms > goal.ms][:1]
                 steps = " and ".join(f"{ms:.4g} ms" for ms in sides)
-                reason = f"the nearest sizes take {steps}; only smaller multiples (align, round_to) allow finer steps"
+                reason = (
+                    f"the nearest sizes take {steps}; smaller multiples (align, round_to), if any, give finer steps"
+                )
             remarks.append(f"The latency target was missed by {100 * off:+.1f} %: {reason}.")
         if causes := [measured.disturbed for measured in self.known.values() if measured.disturbed]:
             remarks.append(
