@@ -31,6 +31,7 @@ from vitcompress.training.metrics import evaluate
 from vitcompress.verify.slice import slice_check
 
 FINE = Alignment(residual=1, ffn=1, head_dim=1)
+COARSE = Alignment(residual=16, ffn=64, head_dim=4)
 HALF: dict[str, Any] = {"keep_ratio": 0.5, "keep_heads": 0.5, "keep_head_dim": 0.5, "align": FINE, "images": 24}
 
 
@@ -227,7 +228,12 @@ def test_structure_needs_no_weights() -> None:
         ({"target": "params", "amount": 100.0}, r"allows .* to [0-9.]+ M parameters"),
         ({"align": Alignment(residual=64, ffn=1, head_dim=1)}, "residual has only 16"),
         ({"round_to": 64, "align": Alignment()}, "multiples of 64"),
-        ({"keep_ratio": 1.0, "keep_heads": 1.0, "keep_head_dim": 1.0}, "nothing is removed"),
+        ({"keep_ratio": 1.0, "keep_heads": 1.0, "keep_head_dim": 1.0}, "remove no channel"),
+        ({"keep_ratio": 0.95, "keep_heads": 1.0, "keep_head_dim": 1.0, "align": COARSE}, "remove no channel"),
+        (
+            {"keep_ratio": 1.0, "keep_heads": 1.0, "keep_head_dim": Options.keep_head_dim, "scope": "global"},
+            "no channel",
+        ),
     ],
 )
 def test_unreachable_targets_are_rejected_and_nothing_is_written(

@@ -26,7 +26,7 @@ from vitcompress.methods.upvit.importance import Component
 from vitcompress.methods.upvit.ranking import best, candidates, least_first
 from vitcompress.methods.upvit.target import Target, standard_blocks
 from vitcompress.models.checkpoint import load_model, save_model
-from vitcompress.models.create import create_model, current_plan, plan_of
+from vitcompress.models.create import create_model, current_plan, input_config, plan_of
 from vitcompress.models.standard import standard_model
 from vitcompress.models.weights import open_weights
 from vitcompress.pipeline.api import prune
@@ -268,6 +268,32 @@ def test_screens_measure_only_around_the_cut(tmp_path: Path) -> None:
         }.items()
     )
     assert all_measured == exact != fisher
+
+
+def test_a_cut_near_the_end_is_measured_as_widely(tmp_path: Path) -> None:
+    dense, options = model(), upvit.Options(target_args={"mlp_ratio": 3.5}, images=24, score="screened", band=0.5)
+    upvit.plan(dense, context(tmp_path, dense), options)
+    measured = json.loads((tmp_path / "scores-blocks.0.mlp.json").read_text())
+    assert len(measured) == 64 and sum(score > 0 for score in measured) == 32
+
+
+@pytest.mark.parametrize("method", ["upvit", "nose", "te_static"])
+def test_a_model_whose_outputs_never_change_is_not_ranked(method: str) -> None:
+    dense = model()
+    torch.nn.init.zeros_(dense.get_submodule("head").weight)
+    data = [(torch.randn(9, *input_config(dense).size), torch.arange(9) % 3)]
+    sizes: Any = {"target_args": {"embed_dim": 8}, "images": 9} if method == "upvit" else {"pruned_layers": 2}
+    with pytest.raises(PlanError, match="cannot be ranked: all scores are 0"):
+        vc.plan(dense, method, data, **sizes)
+
+
+def test_a_second_step_starts_from_the_sizes_of_the_first() -> None:
+    vit, x = model(), [(torch.randn(3, *input_config(model()).size), torch.arange(3))]
+    small = prune(vit, vc.plan(vit, "upvit", x, target_args={"mlp_ratio": 2.0, "depth": 2}, images=3))
+    plan = vc.plan(small, "upvit", target_args={"embed_dim": 8}, score="magnitude")
+    assert {"mlp_ratio": 2.0, "depth": 2, "embed_dim": 8}.items() <= plan.standard["args"].items()
+    smaller = prune(small, plan)
+    assert {space.size for space in family_of(smaller).spaces(smaller) if space.kind == "mlp"} == {16}
 
 
 @pytest.mark.parametrize("screen", ["fisher", "images"])

@@ -96,7 +96,7 @@ def structure(model: nn.Module, family: Family, base: Plan, options: Options) ->
 
 
 def resize(options: Options, model: nn.Module, family: Family, strength: float) -> Options:
-    names = ("keep_ratio", "keep_heads", "keep_head_dim")
+    names = ("keep_ratio", "keep_heads", *(() if options.scope == "global" else ("keep_head_dim",)))
     shares: dict[str, Any] = {name: scale_share(getattr(options, name), strength) for name in names}
     return replace(options, **shares)
 
@@ -112,9 +112,6 @@ def _rank(spaces: Sequence[Space], scores: Scores, options: Options) -> Ranking:
         "attention_scale": (rotary or full) and "the heads of q and k keep their width",
     }
     base.reject_unused(options, unused)
-    if options.keep_ratio == options.keep_heads == options.keep_head_dim == 1:
-        message = "all shares are 1, so nothing is removed"
-        raise PlanError(message, hint="set keep_ratio, keep_heads or keep_head_dim below 1")
     groups = groups_of(spaces, scores, options.scope)
     shares = {"head": options.keep_heads, "head_dim": options.keep_head_dim}
     keep = {g.scope: options.keep_ratio if g.scope == ALL else shares.get(g.kind, options.keep_ratio) for g in groups}
@@ -131,7 +128,10 @@ def _choose(
         search.conclude(delta := candidates.delta(counts), delta)
         return counts, {}
     if options.amount is None or options.target == "latency":
-        return ranking.counts(), {}
+        if (counts := ranking.counts()) == ranking.counts(0.0):
+            message = "these shares and multiples remove no channel"
+            raise PlanError(message, hint="set keep_ratio, keep_heads or keep_head_dim lower, or smaller multiples")
+        return counts, {}
     size, unit = UNITS[options.target]
     cost_of = lambda counts: getattr(candidates.cost(counts), options.target) / size  # noqa: E731
     counts, costs = budget.solve(ranking, Target[Counts](options.amount, cost_of, unit))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vitcompress.errors import VitcompressError
+from vitcompress.errors import PlanError, VitcompressError
 from vitcompress.families import Space
 from vitcompress.methods.base import Context
 from vitcompress.methods.calibration import calibration_images
@@ -24,6 +24,13 @@ from vitcompress.training.losses import check_outputs
 
 UNMEASURED = ("magnitude", "random")  # criteria that need no images
 Scores = dict[str, Tensor]
+
+
+def check_scores(what: str, nonzero: Iterable[object]) -> None:
+    """Raise PlanError if there are scores, and none of them is `nonzero`. what: is ranked by them."""
+    if (found := [bool(one) for one in nonzero]) and not any(found):
+        message = f"{what} cannot be ranked: all scores are 0"
+        raise PlanError(message, hint="use more images, or check the model's weights and gradients")
 
 
 def compute_scores(

@@ -23,8 +23,11 @@ from vitcompress.families import Site
 from vitcompress.methods.base import Context
 from vitcompress.methods.calibration import calibration_images
 from vitcompress.methods.options import EntropyOptions
+from vitcompress.methods.scores import check_scores
 from vitcompress.surgery.gates import GatedModel
 from vitcompress.training.distributed import derived_seed
+
+SMALLEST = 1e-12  # standard deviation that is taken into account
 
 
 def weighted_sums(features: Tensor, weights: Tensor, center: Tensor) -> Tensor:
@@ -77,7 +80,9 @@ def entropies(
             if i not in centers:  # the same one in all processes
                 centers[i] = runtime.all_sum(features.mean(dim=0)) / runtime.world_size
             sums[i] = sums[i] + weighted_sums(features, batch.to(features.device), centers[i])
-    values = [deviation(runtime.all_sum(own)).clamp(min=1e-12).log().sum(dim=1).cpu() for own in sums]
+    spreads = [deviation(runtime.all_sum(own)).clamp(min=SMALLEST) for own in sums]
+    check_scores("layers", spreads[0][0] > SMALLEST)  # else the outputs are the same for all images
+    values = [spread.log().sum(dim=1).cpu() for spread in spreads]
     return torch.stack(values), 100 * runtime.all_sum(correct) / loader.total, loader.total
 
 

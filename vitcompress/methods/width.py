@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from vitcompress import surgery
-from vitcompress.errors import PlanError
 from vitcompress.families import Space
 from vitcompress.methods.budget import Counts, Group, Kind, normalize
 from vitcompress.methods.options import Scope
-from vitcompress.methods.scores import Scores
+from vitcompress.methods.scores import Scores, check_scores
 from vitcompress.models.cost import Cost, copy_to_meta, count_cost, planned_cost
 from vitcompress.models.create import input_config
 from vitcompress.plan import Plan
@@ -49,9 +48,7 @@ def groups_of(spaces: Sequence[Space], scores: Scores, scope: Scope) -> tuple[Gr
         groups.append(group(attention, "head", sum((values.mean(1) for values in per_head.values()), ZERO)))
         single = {name: values for name, values in per_head.items() if not parts[name][0].whole_heads}
         groups += [group(name, "head_dim", values.mean(0)) for name, values in single.items()]
-    if groups and not any(group.scores.any() for group in groups):
-        message = "channels cannot be ranked: all scores are 0"
-        raise PlanError(message, hint="use more images, or check the model's weights and gradients")
+    check_scores("channels", (group.scores.any() for group in groups))
     return tuple(groups)
 
 

@@ -19,7 +19,7 @@ from vitcompress import surgery
 from vitcompress.methods.base import Context
 from vitcompress.methods.calibration import calibration_images
 from vitcompress.methods.options import UpvitOptions
-from vitcompress.methods.scores import UNMEASURED, channel_scores, random_scores
+from vitcompress.methods.scores import UNMEASURED, channel_scores, check_scores, random_scores
 from vitcompress.methods.upvit.importance import Component, Importance, divergence, estimates
 from vitcompress.methods.upvit.target import Target
 from vitcompress.models.standard import Block
@@ -138,6 +138,7 @@ class Ranker:
             scores = self.context.memo("fisher", lambda: {name: self._sum(own) for name, own in rough().items()})
         else:
             scores = self._measure(cut, calibration_images(self.context, options.screen_images, PROXY_BATCH), "screen")
+        check_scores("channels", map(any, scores.values()))
         if options.score != "screened":
             return {c: least_first(scores[c.name]) for c in cut}
         tiers = {c.name: self._tiers(c, scores[c.name]) for c in cut}
@@ -182,12 +183,13 @@ class Ranker:
         return scores
 
     def _tiers(self, component: Component, screen: Sequence[float]) -> Tiers:
-        """The share `band` of the channels around the cut of each head is measured."""
+        """The share `band` of the channels of each head is measured, around the cut as far as there are channels."""
         parts = self.target.parts(component)
         size, width = component.size // parts, self.target.sizes[component.name][0] // parts
-        cut, half = size - width, max(1, round(self.options.band * size / 2))
+        measured = min(size, max(2, round(self.options.band * size)))
+        first = min(max(0, size - width - measured // 2), size - measured)
         tiers: Tiers = {}
         for part in range(parts):
             order = [channel for channel in least_first(screen) if channel // size == part]
-            tiers |= {c: 0 if rank < cut - half else 2 if rank >= cut + half else 1 for rank, c in enumerate(order)}
+            tiers |= {c: 0 if rank < first else 2 if rank >= first + measured else 1 for rank, c in enumerate(order)}
         return tiers

@@ -103,7 +103,11 @@ def find_target(model: nn.Module, family: Family, base: Plan, options: UpvitOpti
     spaces = family.spaces(model)
     _check_family(family, spaces)
     base = with_changes(base, model)
-    arch, arch_args = name or base.arch, {**base.arch_args, **options.target_args}
+    # After an earlier step the model's own sizes are those of the standard model that it became.
+    own_arch, own_args = base.arch, base.arch_args
+    if name is None and base.standard:
+        own_arch, own_args = base.standard["arch"], base.standard["args"]
+    arch, arch_args = name or own_arch, {**own_args, **options.target_args}
     try:
         standard = create_on_meta(arch, arch_args)
     except InputError as error:
