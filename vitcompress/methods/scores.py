@@ -28,7 +28,7 @@ Scores = dict[str, Tensor]
 
 def check_scores(what: str, nonzero: Iterable[object]) -> None:
     """Raise PlanError if there are scores, and none of them is `nonzero`. what: is ranked by them."""
-    if (found := [bool(one) for one in nonzero]) and not any(found):
+    if (scores := [bool(one) for one in nonzero]) and not any(scores):
         message = f"{what} cannot be ranked: all scores are 0"
         raise PlanError(message, hint="use more images, or check the model's weights and gradients")
 

@@ -27,7 +27,7 @@ from vitcompress.methods.scores import check_scores
 from vitcompress.surgery.gates import GatedModel
 from vitcompress.training.distributed import derived_seed
 
-SMALLEST = 1e-12  # standard deviation that is taken into account
+SMALLEST = 1e-12  # standard deviation; that of outputs which are equal for all images
 
 
 def weighted_sums(features: Tensor, weights: Tensor, center: Tensor) -> Tensor:

@@ -183,7 +183,7 @@ class Ranker:
         return scores
 
     def _tiers(self, component: Component, screen: Sequence[float]) -> Tiers:
-        """The share `band` of the channels of each head is measured, around the cut as far as there are channels."""
+        """The share `band` of the channels of each head is measured, if possible half of it on each side of the cut."""
         parts = self.target.parts(component)
         size, width = component.size // parts, self.target.sizes[component.name][0] // parts
         measured = min(size, max(2, round(self.options.band * size)))
