@@ -28,7 +28,7 @@ class RunnerOptions:
     provider: full name of an execution provider of ONNX Runtime; None: the one of the device.
     precision: None: that of the file, fp32 in torch. `tf32`: fp32 with TF32 products on CUDA; `fp32` never uses TF32.
     threads: CPU threads of one call; None: the runtime's default.
-    compile, sdpa (`auto`, `math`, `flash`, `efficient`, `cudnn`): settings of torch.
+    compile: use torch.compile, for what runs in torch.
     weights: of a `timm:` model (`random`, `hub`).
     trust: open an engine without a matching sidecar.
     cuda_graph: replay bound calls from a recorded CUDA graph.
@@ -42,7 +42,6 @@ class RunnerOptions:
     precision: str | None = None
     threads: Annotated[int, Ge(1), Le(1024)] | None = None
     compile: bool = False
-    sdpa: str = "auto"
     weights: str = "random"
     trust: bool = False
     cuda_graph: bool = False
@@ -54,12 +53,12 @@ class RunnerOptions:
 # Keys of every runner's description, with the values for runtimes without such a property.
 DESCRIPTION: dict[str, object] = {
     **dict.fromkeys(("artifact", "sha256", "runtime", "runtime_version", "device_name", "provider", "precision")),
-    **dict.fromkeys(("threads", "sdpa", "graph_optimization", "weights")),
+    **dict.fromkeys(("threads", "graph_optimization", "weights")),
     **{"device": "cpu", "tf32": False, "compile": False, "cuda_graph": False, "transfers": False},
 }
 # Setting -> the only runtime that has it, and the artifacts that run there.
 OWNED_SETTINGS = {
-    **dict.fromkeys(("compile", "sdpa"), ("torch", "run folders and timm models")),
+    "compile": ("torch", "run folders and timm models"),
     **dict.fromkeys(("provider", "engine_cache"), ("ONNX Runtime", "ONNX files")),
 }
 

@@ -1,15 +1,14 @@
 """Run models in torch: a run folder, a timm name, a module in memory."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vitcompress.errors import DeviceError, InputError, first_line
+from vitcompress.errors import DeviceError, InputError
 from vitcompress.exporters.calls import BoundCall, QueuedCall, add_transfers, record_graph
 from vitcompress.exporters.runner import Runner, RunnerOptions
 from vitcompress.io import hardware
@@ -17,13 +16,6 @@ from vitcompress.models.create import check_images, check_weights, image_size, i
 
 TIMM = "timm:"  # prefix of names of models that timm builds
 TORCH_TYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-SDPA = {
-    "auto": None,
-    "math": SDPBackend.MATH,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-}
 _TORCH: Any = torch.backends
 # Parts with a setting `fp32_precision`, the interface since torch 2.9 ("mkldnn": set_float32_matmul_precision sets it).
 FP32_PARTS = (
@@ -99,16 +91,8 @@ class TorchRunner(Runner):
             torch.set_num_threads(self._threads or 1)
         if self._device.type == "cuda":
             _set_tf32(on=self._precision == "tf32")
-        backend = SDPA[self._options.sdpa]
-        attention = nullcontext() if backend is None else sdpa_kernel(backend)
-        try:
-            with torch.autocast(self._device.type, enabled=False), attention:
-                yield
-        except RuntimeError as error:
-            if not first_line(error).startswith(("No viable backend", "No available kernel")):
-                raise
-            problem = f"torch has no attention of kind {self._options.sdpa!r} on {self._device} in {self._precision}"
-            raise DeviceError(f"{self.name} cannot run: {problem}", hint="leave sdpa out, or use 'math'") from None
+        with torch.autocast(self._device.type, enabled=False):
+            yield
 
     def synchronize(self) -> None:
         if self._device.type == "cuda":
@@ -125,7 +109,6 @@ class TorchRunner(Runner):
             "precision": self._precision,
             "tf32": self._precision == "tf32",
             "threads": self._threads,
-            "sdpa": self._options.sdpa,
             "compile": self._options.compile,
             "cuda_graph": self._options.cuda_graph,
             "transfers": self._transfers,
@@ -172,9 +155,8 @@ def _compile(model: nn.Module, settings: ExitStack) -> Callable[..., Any]:
 
 def check_options(options: RunnerOptions, device: torch.device, precision: str) -> None:
     """Raise InputError for an option that torch lacks, DeviceError for one that it lacks on this device."""
-    for name, value, allowed in (("precision", precision, tuple(TORCH_TYPES)), ("sdpa", options.sdpa, tuple(SDPA))):
-        if value not in allowed:
-            raise InputError(f"torch has no {name} {value!r}", hint=f"use one of {', '.join(allowed)}")
+    if precision not in TORCH_TYPES:
+        raise InputError(f"torch has no precision {precision!r}", hint=f"use one of {', '.join(TORCH_TYPES)}")
     if precision == "tf32" and (device.type != "cuda" or not hardware.is_ampere(device.index)):
         raise DeviceError(f"the precision is tf32, which {device} does not have", hint="use fp32")
     if options.cuda_graph and device.type != "cuda":

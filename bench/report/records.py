@@ -48,7 +48,6 @@ class RunnerRecord(RuntimeRecord):
     device_name: str | None
     provider: str | None
     tf32: bool | None
-    sdpa: str | None
     compile: bool
     cuda_graph: bool
     transfers: bool

@@ -29,7 +29,7 @@ from vitcompress.models.create import input_config
 
 SMALL = BenchOptions("paper", batch=2, warmup=1, runs=20)
 ROW = {
-    "artifact", "sha256", "runtime", "runtime_version", "device", "provider", "precision", "tf32", "threads", "sdpa",
+    "artifact", "sha256", "runtime", "runtime_version", "device", "provider", "precision", "tf32", "threads",
     "compile", "cuda_graph", "batch", "input_size", "warmup", "runs", "images_per_second",
     "latency_ms", "samples_ms", "block_wall_ms", "protocol", "clock", "drift",
 }  # fmt: skip

@@ -13,6 +13,7 @@ import pytest
 import torch
 from contracts import build, contract, images, traces
 from onnx import TensorProto, helper, numpy_helper
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitcompress.errors import ArtifactError, DeviceError, InputError
 from vitcompress.exporters.onnx.export import export
@@ -97,11 +98,12 @@ def test_torch_in_half_precision(precision: str) -> None:
     assert not torch.equal(own, expected())
 
 
-def test_another_attention_kernel_has_the_same_outputs() -> None:
-    runner = TorchRunner(build("plain", dtype=torch.float32), RunnerOptions(sdpa="math"), name="model")
-    torch.testing.assert_close(runner(X), expected())
-    with pytest.raises(DeviceError, match="torch has no attention of kind 'cudnn' on cpu in fp32"):
-        TorchRunner(build("plain", dtype=torch.float32), RunnerOptions(sdpa="cudnn"), name="model")(X)
+def test_the_caller_can_choose_another_attention_kernel() -> None:
+    runner = TorchRunner(build("plain", dtype=torch.float32), RunnerOptions(), name="model")
+    with sdpa_kernel(SDPBackend.MATH):
+        torch.testing.assert_close(runner(X), expected())
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), pytest.raises(RuntimeError, match=r"No (viable|available)"):
+        runner(X)
 
 
 def test_every_model_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,10 +156,8 @@ def test_there_are_no_silent_fallbacks(folder: Path, artifact: str, options: dic
     ("artifact", "options"),
     [
         ("model.onnx", {"compile": True}),
-        ("model.onnx", {"sdpa": "math"}),
         ("", {"provider": "CPUExecutionProvider"}),
         ("", {"precision": "fp8"}),
-        ("", {"sdpa": "quick"}),
     ],
 )
 def test_settings_of_another_runtime_are_rejected(folder: Path, artifact: str, options: dict[str, object]) -> None:
