@@ -142,7 +142,7 @@ def as_file(artifact: Artifact, options: RunnerOptions) -> Iterator[Artifact]:
     if options.precision in HALF:
         hint = f"leave --precision out: files run in their own; in torch {TIMM}NAME runs in {options.precision}"
         raise InputError(f"timm exports {name} in fp32, the requested precision is {options.precision}", hint=hint)
-    model = _dense_model(name[len(TIMM_ONNX) :], options)
+    model = _dense_model(name[len(TIMM_ONNX) :])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "timm.onnx"
         try:
@@ -156,13 +156,13 @@ def as_file(artifact: Artifact, options: RunnerOptions) -> Iterator[Artifact]:
         yield path
 
 
-def _dense_model(name: str, options: RunnerOptions) -> nn.Module:
+def _dense_model(name: str) -> nn.Module:
     """timm's model `NAME` or `NAME?img_size=48`, or the dense model of a recipe, `FILE.toml`, with its weights."""
     if not name.endswith(".toml"):
-        return create_named(name, options.weights)
+        return create_named(name)
     recipe = load_recipe(name)
     table = recipe.model
-    weights = options.weights if table.weights in NOT_FILES else table.weights
+    weights = "random" if table.weights in NOT_FILES else table.weights
     classes = table.classes or (class_count(recipe.data) if weights in NOT_FILES else None)
     resolved = resolve_model(table.name, table.args, weights, classes=classes)
     return create_model(resolved.arch, resolved.arch_args, resolved.weights, new_head=table.new_head)

@@ -29,7 +29,6 @@ class RunnerOptions:
     precision: None: that of the file, fp32 in torch. `tf32`: fp32 with TF32 products on CUDA; `fp32` never uses TF32.
     threads: CPU threads of one call; None: the runtime's default.
     compile: use torch.compile, for what runs in torch.
-    weights: of a `timm:` model (`random`, `hub`).
     trust: open an engine without a matching sidecar.
     cuda_graph: replay bound calls from a recorded CUDA graph.
     transfers: bound calls include the copies of images and logits from and to the host.
@@ -42,7 +41,6 @@ class RunnerOptions:
     precision: str | None = None
     threads: Annotated[int, Ge(1), Le(1024)] | None = None
     compile: bool = False
-    weights: str = "random"
     trust: bool = False
     cuda_graph: bool = False
     transfers: bool = False
@@ -53,7 +51,7 @@ class RunnerOptions:
 # Keys of every runner's description, with the values for runtimes without such a property.
 DESCRIPTION: dict[str, object] = {
     **dict.fromkeys(("artifact", "sha256", "runtime", "runtime_version", "device_name", "provider", "precision")),
-    **dict.fromkeys(("threads", "graph_optimization", "weights")),
+    **dict.fromkeys(("threads", "graph_optimization")),
     **{"device": "cpu", "tf32": False, "compile": False, "cuda_graph": False, "transfers": False},
 }
 # Setting -> the only runtime that has it, and the artifacts that run there.

@@ -74,7 +74,7 @@ def open_runner(artifact: str | Path, options: RunnerOptions | None = None, **se
     options = replace(options or RunnerOptions(), **settings)
     name, path = str(artifact), user_path(artifact)
     if name.startswith(TIMM):
-        return TorchRunner(create_named(name[len(TIMM) :], options.weights), options, name=name)
+        return TorchRunner(create_named(name[len(TIMM) :]), options, name=name)
     opened = RunFolder(path).weights if path.is_dir() else path
     if (signed := signed_files.get()) and opened.resolve() not in signed:
         raise ArtifactError(f"{path} is not signed", hint="`vitcompress sign` signs it; or omit --require-signed")

@@ -112,7 +112,6 @@ class TorchRunner(Runner):
             "compile": self._options.compile,
             "cuda_graph": self._options.cuda_graph,
             "transfers": self._transfers,
-            "weights": self._options.weights if self.name.startswith(TIMM) else None,
             "classes": self._classes,
             "weight_bytes": self._weight_bytes,
         }

@@ -52,7 +52,6 @@ class RunnerRecord(RuntimeRecord):
     cuda_graph: bool
     transfers: bool
     graph_optimization: str | int | None
-    weights: str | None
     classes: NotRequired[int | None]
     input_type: NotRequired[str]
     batch_range: NotRequired[Sequence[int] | None]
