@@ -1,5 +1,6 @@
 """The limits of rounding: their statistics; correct models keep them, and wrong models exceed them."""
 
+import math
 from collections.abc import Callable
 from copy import deepcopy
 
@@ -53,8 +54,9 @@ def test_a_model_keeps_the_limit_of_its_own_precision(variant: str, dtype: torch
     model, x = build(variant, dtype=dtype), images(variant, dtype=torch.float32)
     truth = reference(model, x)
     difference = largest_difference(logits(model, x.to(dtype)), truth.exact)
-    assert 0 < difference <= truth.tolerance
-    assert truth.tolerance == pytest.approx(rounding_limit(model, x).logit)  # the same draws each time
+    limit = rounding_limit(model, x).logit
+    assert 0 < difference <= limit
+    assert truth.between == pytest.approx(math.sqrt(2) * limit)  # the same draws each time
 
 
 def test_the_limit_is_proportional_to_the_roundoff() -> None:

@@ -55,21 +55,12 @@ _COPIES = {_aten.clone, _aten.copy_, _aten._to_copy, _aten.cat, _aten.index, _at
 class Reference:
     """The exact logits of a model with its stored weights, (images, classes), in float64.
 
-    tolerance: of an evaluation in the model's own precision. between: of two such evaluations. exact_between: of two
-    evaluations in float64. roundoff: of the model's precision.
+    between: tolerance of two evaluations in the model's own precision. exact_between: of two in float64.
     """
 
     exact: Tensor
-    tolerance: float
-    roundoff: float
-
-    @property
-    def between(self) -> float:
-        return math.sqrt(2) * self.tolerance
-
-    @property
-    def exact_between(self) -> float:
-        return self.between * _roundoff(torch.float64) / self.roundoff
+    between: float
+    exact_between: float
 
 
 @dataclass(frozen=True)
@@ -85,8 +76,9 @@ class Rounding:
 
 @torch.no_grad()
 def reference(model: nn.Module, images: Tensor) -> Reference:
-    """Evaluate `model` in float64 on `images`, (count, channels, height, width), and derive its tolerance."""
-    return Reference(exact_logits(model, images), rounding_limit(model, images).logit, _model_roundoff(model))
+    """Evaluate `model` in float64 on `images`, (count, channels, height, width), and derive its tolerances."""
+    between = math.sqrt(2) * rounding_limit(model, images).logit
+    return Reference(exact_logits(model, images), between, between * _roundoff(torch.float64) / _model_roundoff(model))
 
 
 @torch.no_grad()
