@@ -20,7 +20,7 @@ import vitcompress as vc
 from vitcompress.families import FAMILIES, Axis, Family, Space
 from vitcompress.families.attention import AnyWidthAttention
 from vitcompress.families.base import Described, describe_ffn, input_axis, linear_axes, norm_axes
-from vitcompress.families.edited_block import EditedBlock, Part, Wiring, children
+from vitcompress.families.edited_block import EditedBlock, Part, Wiring
 
 
 class SlicedTalkingHeads(AnyWidthAttention):
@@ -45,10 +45,8 @@ class SlicedClassAttention(AnyWidthAttention):
 
 
 def parts(block: nn.Module) -> dict[str, Part]:
-    """The children of a block of timm. Its only DropPath, which both branches share, becomes one for each branch."""
-    own = {**children(block), "gamma_1": block.gamma_1, "gamma_2": block.gamma_2}
-    drop = own.pop("drop_path")
-    return {**own, "drop_path1": drop, "drop_path2": deepcopy(drop)}
+    """The only DropPath of a block of timm, which both branches share, becomes one for each branch."""
+    return {"drop_path1": block.drop_path, "drop_path2": deepcopy(block.drop_path)}
 
 
 class CaitFamily(Family):

@@ -12,24 +12,19 @@ Part = nn.Module | nn.Parameter | None  # of a block: a module, a parameter that
 SITE_PARTS = {"attention": "attn", "ffn": "mlp"}  # kind of a site -> the name of this child of a block
 
 
-def children(block: nn.Module) -> dict[str, Part]:
-    """The child modules of `block` by name."""
-    return dict(block.named_children())
-
-
 @dataclass(frozen=True)
 class Wiring:
     """The residual branches of a block, in order: each reads the sum that the branch before it wrote.
 
     branches: each a chain of names of child modules, and of parameters that multiply (a LayerScale that is no module).
     takes_arguments: children that receive the extra arguments of the block, for example an attention mask.
-    parts(block): the children by name. A family replaces a child here if the block itself does a part of the child's
-        work (shift and window partition in Swin).
+    parts(block): children, by name, to use instead of those of the block, if the block itself does a part of the
+        child's work (shift and window partition in Swin) or has no child of this name.
     """
 
     branches: tuple[tuple[str, ...], ...]
     takes_arguments: frozenset[str] = frozenset()
-    parts: Callable[[nn.Module], Mapping[str, Part]] = children
+    parts: Callable[[nn.Module], Mapping[str, Part]] = lambda block: {}
 
 
 def move_hooks(old: nn.Module, new: nn.Module) -> nn.Module:
@@ -79,7 +74,10 @@ class EditedBlock(nn.Module):
     @classmethod
     def of(cls, block: nn.Module, wiring: Wiring) -> "EditedBlock":
         """`block` itself if it is an edited block, else an edited block that computes the same."""
-        return block if isinstance(block, cls) else cls(wiring.parts(block), wiring)
+        if isinstance(block, cls):
+            return block
+        parts = {name: getattr(block, name, None) for branch in wiring.branches for name in branch}
+        return cls({**parts, **wiring.parts(block)}, wiring)
 
     def rewire(self, part: str, replacement: str) -> None:
         """Replace `part` as `Plan.removed` says (`drop`: no branch, `double`: an empty one); delete unused children."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from vitcompress.families.attention import SlicedPool, SlicedPositionAttention, SlicedRotaryAttention
 from vitcompress.families.base import Described, join_layers, join_parameters
-from vitcompress.families.edited_block import Wiring, children
+from vitcompress.families.edited_block import Wiring
 from vitcompress.families.gated_ffn import pack
 from vitcompress.families.vit import VitFamily
 
@@ -51,7 +51,6 @@ class EvaFamily(VitFamily):
     wiring = Wiring(
         branches=(("norm1", "attn", "gamma_1", "drop_path1"), ("norm2", "mlp", "gamma_2", "drop_path2")),
         takes_arguments=frozenset({"attn"}),
-        parts=lambda block: {**children(block), **{name: getattr(block, name) for name in ("gamma_1", "gamma_2")}},
     )
 
     def problem(self, model: Any) -> str | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vitcompress.families.attention import SlicedWindowAttention
 from vitcompress.families.base import Axis, StagedFamily, is_empty, linear_axes, norm_axes
-from vitcompress.families.edited_block import Wiring, children
+from vitcompress.families.edited_block import Wiring
 
 
 class ShiftedWindowAttention(SlicedWindowAttention):
@@ -51,7 +51,7 @@ class SwinFamily(StagedFamily):
     sliced: ClassVar = {WindowAttention: SlicedWindowAttention}
     wiring = Wiring(
         branches=(("norm1", "attn", "drop_path1"), ("norm2", "mlp", "drop_path2")),
-        parts=lambda block: {**children(block), "attn": ShiftedWindowAttention(block)},
+        parts=lambda block: {"attn": ShiftedWindowAttention(block)},
     )
     stages = "layers"
     fixed_size = True
