@@ -23,7 +23,7 @@ from vitcompress.io.run_folder import RunFolder
 from vitcompress.pipeline.dry_run import dry_run_recipe
 from vitcompress.pipeline.job import RunOptions
 from vitcompress.pipeline.run import RunResult, run_recipe
-from vitcompress.verify.records import manifest_checks, report_checks
+from vitcompress.verify.folder import manifest_checks, report_checks
 
 TWO = (*world.BARE, "finetune.epochs=2")  # epochs of the fine-tuning
 MOMENTS = ("accuracy.json", "report.json", "report.md", "manifest.json")  # files that are about to be written

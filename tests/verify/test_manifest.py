@@ -23,8 +23,7 @@ from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import load_tensors, save_tensors
 from vitcompress.models.checkpoint import load_model, read_plan
 from vitcompress.pipeline.folder import dense_folder_of_run
-from vitcompress.verify.folder import verify_folder
-from vitcompress.verify.records import manifest_checks, report_checks
+from vitcompress.verify.folder import manifest_checks, report_checks, verify_folder
 
 
 @pytest.fixture(scope="module")
