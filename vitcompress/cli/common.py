@@ -3,7 +3,6 @@
 import contextlib
 import contextvars
 import functools
-import gc
 import itertools
 import logging
 import os
@@ -170,18 +169,12 @@ _kept = functools.partial(flag, expose_value=False, callback=_keep, is_eager=Tru
 
 
 @contextlib.contextmanager
-def show_progress(*, collect: bool = True) -> Iterator[Progress]:
-    """Show progress. Output of libraries goes to standard error; their warnings are hidden, and logged by runs.
-
-    collect: False stops the garbage collection, a quarter of the time of short commands that build many models.
-    """
+def show_progress() -> Iterator[Progress]:
+    """Show progress. Output of libraries goes to standard error; their warnings are hidden, and logged by runs."""
     from vitcompress.cli.output.terminal import ConsoleProgress
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-        if not collect:
-            gc.disable()
-            stack.callback(gc.enable)
         if not (_is_set("debug") or _is_set("verbose")):
             stack.enter_context(warnings.catch_warnings())
             warnings.showwarning = lambda *warning: None

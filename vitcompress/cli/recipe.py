@@ -58,7 +58,7 @@ def recipe(
         raise InputError("--max-drop needs accuracies, --structure-only measures none", hint="leave one of them out")
     if check and not dry_run:
         raise InputError("--check is for dry runs, and this is none", hint="add --dry-run, or use --expect")
-    with show_progress(collect=not dry_run) as progress:
+    with show_progress() as progress:
         from vitcompress.recipe.load import load_recipe
 
         loaded = load_recipe(source, set, model, weights := options.pop("weights"))  # before slow imports
@@ -125,7 +125,7 @@ def recipes(ctx: click.Context, count: bool) -> int:
             print_pairs(sorted(summaries.items(), key=lambda pair: bool(shipped.methods(pair[0]) & {*ABLATION_NAMES})))
 
         return print_result(shipped.summaries(), draw)
-    with show_progress(collect=False) as progress:
+    with show_progress() as progress:
         from vitcompress.cli.output import tables
         from vitcompress.pipeline.dry_run import compare_sizes
 
