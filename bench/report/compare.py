@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple, NotRequired, TypedDict
+from typing import Literal, NotRequired, TypedDict
 
 from vitcompress.bench.plots.figure import COLORS, MARKS, new_figure, save_figure, wrap
 from vitcompress.bench.report.measurements import describe_setting, pairs
@@ -15,6 +15,7 @@ from vitcompress.io.text import NOT_MEASURED, Table, format_change, format_count
 COUNTS: dict[str, Literal["params", "macs"]] = {"parameters": "params", "MACs": "macs"}
 COLUMNS = ("run", "dense model", "accuracy", *COUNTS, "speed-up (95 %)", "measured in", "checks")
 Cells = dict[str, str]  # by column; those that a row lacks are empty
+Point = tuple[str, str, RatioRecord | None, AccuracyRecord]  # of a plot: name, setting of the measurement, and results
 
 
 class Comparison(TypedDict):
@@ -27,15 +28,6 @@ class Comparison(TypedDict):
     not_plotted: dict[str, str]
     plot: NotRequired[str | None]
     pictures: NotRequired[list[str]]
-
-
-class Point(NamedTuple):
-    """A run in the plot, or a dense model, which has no ratio. setting: of the measurement."""
-
-    run: str
-    setting: str
-    ratio: RatioRecord | None
-    accuracy: AccuracyRecord
 
 
 def compare_runs(runs: Mapping[str, Report]) -> Comparison:
@@ -108,15 +100,15 @@ def _gap(report: Report) -> str:
 
 
 def points(runs: Mapping[str, Report]) -> Iterator[Point]:
-    """The runs that have both an accuracy and a speed, each after its dense model."""
+    """The runs that have both an accuracy and a speed, each after its dense model, which has no ratio."""
     groups, names = dense_models(runs), shorten_paths(runs)
     for dense, members in groups.items():
         if accuracy := next((known for _, report in members if (known := _accuracy(report, "dense"))), None):
-            yield Point(dense, "", None, accuracy)
+            yield dense, "", None, accuracy
         for name, report in members:
             speed, own = _speed(report), _accuracy(report)
             if speed[1] and own:
-                yield Point(f"{names[name]}{f' ({dense})' if len(groups) > 1 else ''}", *speed, own)
+                yield f"{names[name]}{f' ({dense})' if len(groups) > 1 else ''}", *speed, own
 
 
 def plot(runs: Mapping[str, Report], path: Path) -> Path:
@@ -125,21 +117,21 @@ def plot(runs: Mapping[str, Report], path: Path) -> Path:
     Raises InputError if no run has both an accuracy and a speed, or `path` has another suffix.
     """
     shown = list(points(runs))
-    if not any(point.ratio for point in shown):
+    if not any(ratio for _, _, ratio, _ in shown):
         reasons = "; ".join(f"{Path(name).name}: {_gap(report)}" for name, report in runs.items())
         raise InputError(f"none of these runs has both an accuracy and a speed to plot: {reasons}")
-    common = {point.setting for point in shown} - {""}
+    common = {setting for _, setting, _, _ in shown} - {""}
     where = f" ({common.pop()})" if len(common) == 1 else ""  # else beside each run
     figure = new_figure(7, 4 + 0.2 * len(shown))
     axes = figure.subplots()
-    for number, point in enumerate(shown):
-        x, y = point.ratio["median"] if point.ratio else 1.0, 100 * point.accuracy["top1"]
-        left, right = point.ratio["ci95"] if point.ratio else (None, None)
-        low, high = (100 * end for end in point.accuracy["top1_ci95"])
+    for number, (name, setting, ratio, accuracy) in enumerate(shown):
+        x, y = ratio["median"] if ratio else 1.0, 100 * accuracy["top1"]
+        left, right = ratio["ci95"] if ratio else (None, None)
+        low, high = (100 * end for end in accuracy["top1_ci95"])
         style = {"color": COLORS[number % len(COLORS)], "marker": MARKS[number % len(MARKS)]}
-        label = f"{point.run}, {point.setting}" if point.ratio and not where else point.run
+        label = f"{name}, {setting}" if ratio and not where else name
         style["label"] = wrap(label, 6.4)  # inches, beside the mark
-        style |= {} if point.ratio else {"color": "gray", "mfc": "white"}
+        style |= {} if ratio else {"color": "gray", "mfc": "white"}
         bar = None if left is None or right is None else [[x - left], [right - x]]  # None: too few rounds
         axes.errorbar([x], [y], xerr=bar, yerr=[[y - low], [high - y]], ls="none", capsize=3, **style)
     axes.axvline(1.0, linestyle=":", color="lightgray")
