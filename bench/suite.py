@@ -21,7 +21,6 @@ from vitcompress.exporters.runtimes import Runner, RunnerOptions
 from vitcompress.io.progress import SILENT, Progress
 from vitcompress.io.text import format_interval, format_ratio, shorten_names
 from vitcompress.recipe.schema import ProtocolTable
-from vitcompress.training.options import Seed
 
 FORMAT = 1
 MEMORY_RUNS = 2  # the first run may reserve more than is kept
@@ -40,7 +39,6 @@ class BenchOptions(ProtocolTable):
     batch: Positive | Annotated[tuple[Positive, ...], MinLen(1)] | None = None  # type: ignore[assignment]
     runner: RunnerOptions = field(default_factory=RunnerOptions)
     fail_under: Annotated[float, Gt(0)] | None = None
-    seed: Seed = 0
     variants: str | None = None
     memory: bool = False
 
@@ -120,7 +118,7 @@ def compare(runners: Sequence[Runner], options: BenchOptions, progress: Progress
     rows, ratios, conditions = list[records.BenchRow](), list[records.RatioRecord](), list[records.Conditions]()
     disturbed, unfair, noisy, notes = list[str](), list[str](), list[str](), list[str]()
     for protocol in options.protocols():
-        targets = [_target(runner, protocol.batch, options.seed) for runner in runners]
+        targets = [_target(runner, protocol.batch) for runner in runners]
         with environment.monitor([cast(records.RunnerRecord, runner.describe()) for runner in runners]) as monitor:
             samples = timing.measure(targets, protocol, progress, monitor.joules)
         new = [_row(*one, protocol, monitor) for one in zip(runners, samples, targets, strict=True)]
@@ -140,8 +138,8 @@ def compare(runners: Sequence[Runner], options: BenchOptions, progress: Progress
     return Bench(tuple(rows), tuple(ratios), machine, fail_under=options.fail_under, **distinct)
 
 
-def _target(runner: Runner, batch: int, seed: int) -> timing.Target:
-    step = runner.bind(synthetic_images(runner.input_size, batch, seed))
+def _target(runner: Runner, batch: int) -> timing.Target:
+    step = runner.bind(synthetic_images(runner.input_size, batch))
     return timing.Target(runner.name, step, runner.synchronize, getattr(step, "timed", None))
 
 
@@ -188,7 +186,7 @@ def _run_images(artifact: Artifact, variant: str | None, options: RunnerOptions,
     start = machine.peak_bytes()
     with ExitStack() as stack:
         (runner,) = open_artifacts([artifact], options, variant, stack)
-        step = runner.bind(synthetic_images(runner.input_size, batch, 0))
+        step = runner.bind(synthetic_images(runner.input_size, batch))
         for _ in range(MEMORY_RUNS):
             step()
         return {"process_start_bytes": start, "process_peak_bytes": machine.peak_bytes()}

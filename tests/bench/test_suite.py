@@ -284,7 +284,7 @@ def test_timms_own_export_is_an_artifact() -> None:
     assert (row["artifact"], row["runtime"], row["batch"]) == ("timm-onnx:test_vit", "onnxruntime", 3)
     assert row["precision"] == "fp32"
     own, ours = artifacts.open_artifacts(["timm-onnx:test_vit", "timm:test_vit"], RunnerOptions(), None, ExitStack())
-    x = artifacts.synthetic_images(own.input_size, 2, 1)
+    x = artifacts.synthetic_images(own.input_size, 2)
     torch.testing.assert_close(own(x), ours(x))
     with pytest.raises(
         InputError, match="timm exports timm-onnx:test_vit in fp32, the requested precision is fp16"

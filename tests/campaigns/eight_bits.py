@@ -50,7 +50,7 @@ def write(model: nn.Module, path: Path, form: str, images: Tensor, **options: An
 def measure_time(arch: str) -> dict[str, list[float]]:
     """Seconds of passes in fp32 and of quantizing, in turn."""
     model, seconds = create_model(arch), dict[str, list[float]](fp32_pass=[], quantize=[])
-    images = synthetic_images(input_config(model).size, IMAGES, 0)
+    images = synthetic_images(input_config(model).size, IMAGES)
     with TemporaryDirectory() as folder:
         plain = write(model, Path(folder, "fp32.onnx"), "onnx", images)
         for _ in range(ROUNDS):
@@ -70,7 +70,7 @@ def measure_memory(arch: str) -> float:
     """Peak memory, in GiB, of this process, which exports the model in int8."""
     model = create_model(arch)
     with TemporaryDirectory() as folder:
-        images = synthetic_images(input_config(model).size, IMAGES, 0)
+        images = synthetic_images(input_config(model).size, IMAGES)
         write(model, Path(folder, "int8.onnx"), "onnx", images, precision="int8")
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
@@ -80,7 +80,7 @@ def measure_sizes(recipe: str) -> dict[str, dict[str, int]]:
     dense, pruned = prune_recipe(recipe)
     sizes = {}
     for name, model in {"dense": dense, recipe: vc.fold(pruned)}.items():
-        images = synthetic_images(input_config(model).size, CHUNK, 0)
+        images = synthetic_images(input_config(model).size, CHUNK)
         with TemporaryDirectory() as folder:
             files = {p: write(model, Path(folder, f"{p}.onnx"), "onnx", images, precision=p) for p in ("fp32", "int8")}
             sizes[name] = {precision: path.stat().st_size for precision, path in files.items()}
@@ -93,7 +93,7 @@ def build_engine(recipe: str, precision: EightBits, target: int) -> str:
     model = vc.fold(prune_recipe(recipe)[1])
     options: dict[str, Any] = {"precision": precision, "sm": (target,), "batch": (1, 8, 8)}
     with TemporaryDirectory() as folder:
-        images = synthetic_images(input_config(model).size, CHUNK, 0)
+        images = synthetic_images(input_config(model).size, CHUNK)
         path = write(model, Path(folder, "model.engine"), "trt-rtx", images, **options)
         return hashlib.sha256(path.read_bytes()).hexdigest()
 

@@ -240,7 +240,7 @@ def time_kernels(model: nn.Module, batch: int, runs: int = 5) -> Line:
     """Milliseconds per pass and calls of each kernel, the largest first."""
     dtype = torch.float16 if DEVICE == "cuda" else torch.float32
     model = model.eval().to(DEVICE, dtype)
-    images = synthetic_images(input_config(model).size, batch, 0).to(DEVICE, dtype)
+    images = synthetic_images(input_config(model).size, batch).to(DEVICE, dtype)
     for _ in range(3):
         model(images)
     synchronize()
@@ -298,7 +298,7 @@ def compare_loops(folder: Path, variant: str, options: Options) -> Line:
     precision, *more = variant.split("+")
     dtype = {"fp16": torch.float16}.get(precision, torch.float32)
     model: Any = vc.load_model(folder).eval().to(DEVICE, dtype)
-    images = synthetic_images(input_config(model).size, options.batch, 0).to(DEVICE, dtype)
+    images = synthetic_images(input_config(model).size, options.batch).to(DEVICE, dtype)
     call: Callable[[Tensor], Tensor] = model
     for _ in range(10):
         model(images)

@@ -173,7 +173,7 @@ def write(model: nn.Module, path: Path, form: str, options: ExportOptions) -> Pa
     exporter = available_exporter(form, hint="")
     path = path.with_name(f"{path.name}{exporter.suffix}")
     config = input_config(model)
-    ranges = partial(calibrate, images=artifacts.synthetic_images(config.size, RANGE_IMAGES, 0), precision="int8")
+    ranges = partial(calibrate, images=artifacts.synthetic_images(config.size, RANGE_IMAGES), precision="int8")
     return exporter.export(model, path, input=config, options=options.only(exporter.uses), calibrate=ranges).path
 
 

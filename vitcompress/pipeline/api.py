@@ -131,7 +131,7 @@ def plan(
         raise InputError("training has no effect: there are no images to train with", hint="omit it, or pass data")
     fields = {"progress": progress or SILENT, "train": options_of(TrainOptions, training or {}, "training")}
     base = context_for(model, data, folder=folder, device=device, seed=seed, **fields)  # owns the temporary folder
-    clock = LatencyClock(base.input, base.runtime, base.progress, seed=seed)
+    clock = LatencyClock(base.input, base.runtime, base.progress)
     context = replace(base, latency=clock, measured_on=measured_on(base.runtime.device, None))
     call = {"method": chosen.name, "model": context.plan.digest, "seed": seed, "data": base.data.digest}
     call |= {"options": asdict(settings), "training": asdict(base.train)}

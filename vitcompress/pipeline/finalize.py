@@ -112,8 +112,8 @@ def bench_models(job: Job) -> None:
     table, results = job.recipe.bench, []
     for dense, compressed, device in _pairs(job):
         job.progress.stage(f"Measure {compressed.name} against {dense.name}")
-        runner, seed = RunnerOptions(device=device), job.recipe.run.seed
-        options = suite.BenchOptions(table.protocol, table.batch, table.warmup, table.runs, runner, seed=seed)
+        runner = RunnerOptions(device=device)
+        options = suite.BenchOptions(table.protocol, table.batch, table.warmup, table.runs, runner)
         result = suite.run((dense, compressed), options, job.progress).to_dict()
         results.append(result)
         for ratio in result["ratios"]:

@@ -98,9 +98,8 @@ def check_clock(job: Job) -> None:
 
 def create_clock(job: Job) -> "LatencyClock":
     """The clock of a run: batch and precision of the recipe."""
-    recipe, run = job.recipe, job.recipe.run
-    batch, at = recipe.bench.batch or 1, (job.input, job.runtime, job.progress)
-    return LatencyClock(*at, export=recipe.export, batch=batch, threads=run.threads, seed=run.seed)
+    recipe, at = job.recipe, (job.input, job.runtime, job.progress)
+    return LatencyClock(*at, export=recipe.export, batch=recipe.bench.batch or 1, threads=recipe.run.threads)
 
 
 def measured_on(device: torch.device, threads: int | None) -> dict[str, object]:
@@ -123,7 +122,6 @@ class LatencyClock:
     export: ExportTable = ExportTable()  # noqa: RUF009 (frozen)
     batch: int = 1
     threads: int | None = None
-    seed: int = 0
     waited: float = field(default=0.0, init=False)
 
     def __call__(self, model: nn.Module, goal: Goal) -> Measured:
@@ -134,7 +132,7 @@ class LatencyClock:
     def measure(self, model: nn.Module, goal: Goal) -> Measured:
         """The median over the blocks of all repeats, with the interval of the benchmark."""
         medians, causes, start = list[float](), list[str](), time.monotonic()
-        options = replace(QUICK, batch=goal.batch or self.batch, seed=self.seed)
+        options = replace(QUICK, batch=goal.batch or self.batch)
         with self._open(model, goal) as runner:
             for repeats in range(1, REPEATS + 1):
                 busy = self.wait_until_quiet()
