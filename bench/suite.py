@@ -45,7 +45,9 @@ class BenchOptions(ProtocolTable):
     def protocols(self) -> list[timing.Protocol]:
         """One protocol per batch size."""
         batches = self.batch if isinstance(self.batch, tuple) else (self.batch,)
-        return [timing.protocol(self.protocol, batch=size, warmup=self.warmup, runs=self.runs) for size in batches]
+        stated = [{"batch": size, "warmup": self.warmup, "runs": self.runs} for size in batches]
+        changes = [{name: value for name, value in own.items() if value is not None} for own in stated]
+        return [replace(timing.PROTOCOLS[self.protocol], **own) for own in changes]  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ other.
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
 
@@ -52,12 +52,6 @@ PROTOCOLS = {
     "paper": Protocol("paper"),
     "robust": Protocol("robust", warmup_seconds=2.0, min_seconds=10.0, settle=True),
 }
-
-
-def protocol(name: str, **changes: int | None) -> Protocol:
-    """A protocol by name, with other values of `batch`, `warmup` or `runs` unless these are None."""
-    values = {key: value for key, value in changes.items() if value is not None}
-    return replace(PROTOCOLS[name], **values)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 from vitcompress.bench import artifacts, environment, machine, suite
 from vitcompress.bench.report.measurements import bench_table
 from vitcompress.bench.suite import BenchOptions
-from vitcompress.bench.timing import protocol
+from vitcompress.bench.timing import PROTOCOLS
 from vitcompress.errors import ArtifactError, DeviceError, InputError, VitcompressError
 from vitcompress.exporters.calls import BoundCall
 from vitcompress.exporters.onnx.export import export
@@ -318,9 +318,9 @@ def test_a_recorded_graph_and_transfers_on_a_gpu(folder: Path) -> None:
 def test_notes_state_the_limits_of_a_protocol(folder: Path) -> None:
     notes = " ".join(suite.run([folder], replace(SMALL, runs=1)).notes)
     assert "leaves out" in notes and "not the published protocol" in notes and "device: cpu" in notes
-    exact = environment.protocol_notes(protocol("paper"), [{"device": "cuda:0"}])
+    exact = environment.protocol_notes(PROTOCOLS["paper"], [{"device": "cuda:0"}])
     assert "not the published protocol" not in " ".join(exact)
-    assert list(environment.protocol_notes(protocol("robust"), [{"device": "cuda:0"}])) == []
+    assert list(environment.protocol_notes(PROTOCOLS["robust"], [{"device": "cuda:0"}])) == []
 
 
 def test_conditions_of_a_cpu_run_are_recorded(folder: Path) -> None:
