@@ -286,7 +286,7 @@ def _add_default(flips: Check, path: Path, original: Original) -> Check:
 
 def _widened_checks(path: Path, original: Original) -> list[Check]:
     """Run an OpenVINO file in half precision, whose tensors are in fp32 or int8, in fp32."""
-    if (precision := WIDE.get(read_sidecar(path).get("precision"))) is None:
+    if (precision := WIDE.get(str(read_sidecar(path).get("precision")))) is None:
         return []
     with closing(open_runner(path, precision=precision)) as runner:
         checks = _runner_checks(path, original, runner)
@@ -418,7 +418,7 @@ def rounded_checks(path: Path, original: Original, *, rounded: bool = True) -> l
     rounded: False computes in fp32, and compares with the model with the tensors of the file, in half precision only.
     """
     metadata, name = _metadata(path), f"{path.name}.{'rounded' if rounded else 'unrounded'}"
-    precision, uint8 = metadata.get("precision"), metadata.get("input") == "uint8"
+    precision, uint8 = str(metadata.get("precision")), metadata.get("input") == "uint8"
     input, possible = read_input(str(path), metadata), (*HALF, "fp8") if rounded else HALF
     if precision not in possible or input is None:
         return []
@@ -426,7 +426,8 @@ def rounded_checks(path: Path, original: Original, *, rounded: bool = True) -> l
     try:
         kind, evaluations, scalars = read_quantization(metadata) or precision, 0, None
         if not rounded:
-            islands, images = tuple(metadata.get("islands") or ()), images[: tolerance.BATCH]
+            layers, images = metadata.get("islands"), images[: tolerance.BATCH]
+            islands = tuple(layers) if isinstance(layers, list) else ()
             model = build_deployed(original.model, input, precision, islands, uint8=False).float()
             original, kind, evaluations = replace(original, model=model, images=images), "fp32", 2 + uint8
             with _Scalars() as record:
@@ -444,7 +445,7 @@ class _Scalars(TorchFunctionMode):
     """Records the numbers that torch computes with while it is active. A file in half precision rounds them, too."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.found = set[float]()
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:

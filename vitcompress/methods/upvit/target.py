@@ -104,10 +104,8 @@ def find_target(model: nn.Module, family: Family, base: Plan, options: UpvitOpti
     _check_family(family, spaces)
     base = with_changes(base, model)
     # After an earlier step the model's own sizes are those of the standard model that it became.
-    own_arch, own_args = base.arch, base.arch_args
-    if name is None and base.standard:
-        own_arch, own_args = base.standard["arch"], base.standard["args"]
-    arch, arch_args = name or own_arch, {**own_args, **options.target_args}
+    own = (name is None and base.standard) or {"arch": base.arch, "args": base.arch_args}
+    arch, arch_args = name or own["arch"], {**own["args"], **options.target_args}
     try:
         standard = create_on_meta(arch, arch_args)
     except InputError as error:
@@ -131,13 +129,13 @@ def find_target(model: nn.Module, family: Family, base: Plan, options: UpvitOpti
         inherited = ", ".join(sorted(base.arch_args.keys() - options.target_args.keys())) if name else ""
         about = f" (those of the model itself are {inherited})" if inherited else ""
         raise PlanError(message, hint=f"name a smaller model of the same kind, or set smaller target_args{about}")
-    own = components(spaces)
-    sizes = {component.name: there.sizes[places[component.spaces[0]]] for component in own}
+    parts = components(spaces)
+    sizes = {component.name: there.sizes[places[component.spaces[0]]] for component in parts}
     target = Target(arch, arch_args, stages, there.depths, sizes, options.heads)
-    for component in own:
+    for component in parts:
         if component.kind == "attention" and target.cuts(component):
             _check_attention(component, target)
-    _check_options(options, target, own)
+    _check_options(options, target, parts)
     return target
 
 
