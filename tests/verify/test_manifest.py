@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,9 @@ from whole_runs import SMALL
 import vitcompress as vc
 from vitcompress import cli
 from vitcompress.errors import ArtifactError, InputError, OutputError
+from vitcompress.io import manifest as manifests
 from vitcompress.io.files import changing, lock_file, read_json, write_json
-from vitcompress.io.manifest import _to_text, read_manifest, record_changes, write_manifest
+from vitcompress.io.manifest import _to_text, find_changes, read_manifest, record_changes, write_manifest
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import load_tensors, save_tensors
 from vitcompress.models.checkpoint import load_model, read_plan
@@ -263,6 +265,35 @@ def test_a_killed_process_leaves_no_entry_that_contradicts_a_file(run: Path, nam
     with record_changes(run):
         pass
     assert sorted([*(read_manifest(run) or {})["files"], "manifest.json"]) == relatives(run)
+
+
+def test_a_manifest_that_another_process_replaces_while_it_is_read_is_intact(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other() -> None:
+        with record_changes(run):
+            write_json(run / "bench.json", [])
+
+    def read_and_replace(path: Path, *args: Any, **more: Any) -> Any:
+        data = read_json(path, *args, **more)
+        if path.name == "manifest.json":
+            monkeypatch.undo()
+            assert world.forked(other) == 0
+        return data
+
+    monkeypatch.setattr(manifests, "read_json", read_and_replace)
+    with record_changes(run):
+        write_json(run / "model.onnx.json", {})
+    assert read_json(run / "bench.json") == [] and find_changes(run) == {}
+
+
+@pytest.mark.parametrize(
+    "change", [lambda data: b"\xef\xbb\xbf" + data, lambda data: data.replace(b"\n", b"\r\n")], ids=["mark", "lines"]
+)
+def test_a_manifest_that_an_editor_wrote_is_not_as_it_was_written(run: Path, change: Callable[[bytes], bytes]) -> None:
+    path = run / "manifest.json"
+    path.write_bytes(change(path.read_bytes()))
+    assert "failed" in [check.verdict for check in manifest_checks(RunFolder(run))]
 
 
 @pytest.mark.slow

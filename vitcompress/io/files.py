@@ -128,14 +128,14 @@ def lock_file(path: Path, on_wait: Callable[[], object] = lambda: None) -> Itera
         yield
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, encoding: str = "utf-8-sig") -> str:
     """The text of a file. Raises ValueError if it is not UTF-8, OSError if it is missing, too large or no file."""
     if path.exists() and not path.is_file():
         kind = "folder" if path.is_dir() else "pipe or a device"  # which may have no end
         raise OSError(errno.EINVAL, f"it is a {kind}, not a file")
     if path.stat().st_size > LARGEST:
         raise OSError(errno.EFBIG, f"it has more than {LARGEST:,} bytes")
-    return path.read_text(encoding="utf-8-sig")  # Windows editors write a mark in front
+    return path.read_bytes().decode(encoding)  # Windows editors write a mark in front
 
 
 def parse_plain(parse: Callable[[str], Any], text: str, *, finite: bool = False) -> Any:
@@ -160,10 +160,10 @@ def parse_plain(parse: Callable[[str], Any], text: str, *, finite: bool = False)
     return data
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, parse: Callable[[str], Any] = json.loads, encoding: str = "utf-8-sig") -> Any:
     """Raises ArtifactError if `path` is missing, not JSON, or no file that `read_text` and `parse_plain` accept."""
     try:
-        return parse_plain(json.loads, read_text(path), finite=True)
+        return parse_plain(parse, read_text(path, encoding), finite=True)
     except OSError as error:
         raise ArtifactError(f"{path} cannot be read: {error.strerror}", hint="check the path") from None
     except ValueError as error:

@@ -33,10 +33,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = RunFolder(folder).manifest
     if not path.exists() and not path.is_symlink():
         return {}
-    data = read_json(path)
+    # Read once: another process may replace it. With every byte, which a change may consist of.
+    data, text = read_json(path, lambda text: [json.loads(text), text], encoding="utf-8")
     if isinstance(data, dict) and not {"sha256", "plan_sha256"} & data.keys():  # such as that of a web application
         return {}
-    intact = isinstance(data, dict) and _to_text(data).encode() == path.read_bytes() and not path.is_symlink()
+    intact = isinstance(data, dict) and _to_text(data) == text and not path.is_symlink()
     if intact and data.get("format") != FORMAT:
         message = f"{path} has format {data.get('format')}, this version reads {FORMAT}"
         raise InputError(message, hint="update vitcompress")
