@@ -287,6 +287,36 @@ def test_a_manifest_that_another_process_replaces_while_it_is_read_is_intact(
     assert read_json(run / "bench.json") == [] and find_changes(run) == {}
 
 
+@pytest.mark.parametrize("moment", ["listed", "stated", "hashed"])
+def test_files_and_folders_that_another_process_removes_meanwhile_have_no_entry(
+    run: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder := run / "state" / "gone").mkdir()
+    gone, scan, files, sha256 = run / "bench.json", os.scandir, RunFolder.files, manifests.file_sha256
+
+    def scan_removed(path: Any) -> Any:
+        if str(path) == str(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+        return scan(path)
+
+    def removed_sha256(path: Path) -> str:
+        (gone if path == gone else run / "missing").unlink(missing_ok=True)
+        return sha256(path)
+
+    with record_changes(run):
+        write_json(gone, [])
+        if moment == "listed":
+            monkeypatch.setattr(os, "scandir", scan_removed)
+        elif moment == "stated":
+            monkeypatch.setattr(RunFolder, "files", lambda own: (*files(own), run / "missing"))
+        else:
+            monkeypatch.setattr(manifests, "file_sha256", removed_sha256)
+    monkeypatch.undo()
+    manifest = read_manifest(run)
+    assert manifest["files"].keys() == manifest["bytes"].keys() and "missing" not in manifest["files"]
+    assert (gone.name in manifest["files"]) is gone.exists() is (moment != "hashed") and find_changes(run) == {}
+
+
 @pytest.mark.parametrize(
     "change", [lambda data: b"\xef\xbb\xbf" + data, lambda data: data.replace(b"\n", b"\r\n")], ids=["mark", "lines"]
 )

@@ -61,11 +61,11 @@ def write_manifest(folder: Path, **more: object) -> None:
 
 def _write(folder: Path, manifest: Mapping[str, Any], written: set[str], removed: set[str]) -> None:
     """Write `manifest` with new entries for some files and without others."""
-    files: dict[str, Any] = {name: file_sha256(folder / name) for name in written}
-    entries = {"bytes": {name: (folder / name).stat().st_size for name in written}, "files": files}
-    for key, new in entries.items():
-        kept = {name: value for name, value in manifest[key].items() if name not in removed}
-        entries[key] = dict(sorted({**kept, **new}.items()))
+    entries = {key: {n: v for n, v in manifest[key].items() if n not in removed} for key in ("bytes", "files")}
+    for name in written:
+        with suppress(FileNotFoundError):  # another process has removed it
+            entries["files"][name], entries["bytes"][name] = file_sha256(path := folder / name), path.stat().st_size
+    entries = {key: dict(sorted(values.items())) for key, values in entries.items()}
     write_text(RunFolder(folder).manifest, _to_text({**manifest, **entries}))
 
 
@@ -127,5 +127,9 @@ def record_changes(folder: Path) -> Iterator[None]:
 
 def _states(folder: Path) -> dict[str, tuple[int, int, int]]:
     """Every file that a manifest lists, with what changes when it is written: inode, size, time."""
-    stats = {path.relative_to(folder).as_posix(): path.stat() for path in RunFolder(folder).files()}
-    return {name: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
+    states = dict[str, tuple[int, int, int]]()
+    for path in RunFolder(folder).files():
+        with suppress(FileNotFoundError):  # another process has removed it
+            stat = path.stat()
+            states[path.relative_to(folder).as_posix()] = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+    return states

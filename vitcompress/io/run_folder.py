@@ -1,5 +1,6 @@
 """The files of a run folder. No other module spells their names."""
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -113,6 +114,7 @@ class RunFolder:
         starts = tuple(f"{Path(path.stem).stem}." for path in self.path.glob("*.*.json"))
         exports = {path for path in self.path.glob("*.*") if path.name.startswith(starts)}
         for path in sorted({*self.run_files(), self.settings, self.training, *exports} - {self.manifest}):
-            inside = path.rglob("*") if path.is_dir() and not path.is_symlink() else (path,)
+            walked = (Path(root, name) for root, _, names in os.walk(path) for name in names)  # rglob fails as files go
+            inside = walked if path.is_dir() and not path.is_symlink() else (path,)
             seen = (path for path in inside if not path.name.startswith(".") and path.suffix != SIGNATURE)  # no locks
             yield from (path for path in seen if path.is_file() and not path.is_symlink())
