@@ -287,6 +287,17 @@ def test_a_manifest_that_another_process_replaces_while_it_is_read_is_intact(
     assert read_json(run / "bench.json") == [] and find_changes(run) == {}
 
 
+def test_a_hidden_folder_has_no_entries(run: Path) -> None:
+    """A state of training is written to one, which a process that is killed leaves behind and the next one removes."""
+    hidden = run / "state" / "recovery" / ".state-000002.part"
+    (hidden / "inner").mkdir(parents=True)
+    (hidden / "inner" / "tensors.safetensors").touch()
+    with record_changes(run):
+        write_json(run / "bench.json", [])
+    shutil.rmtree(hidden)
+    assert find_changes(run) == {}
+
+
 @pytest.mark.parametrize("moment", ["listed", "stated", "hashed"])
 def test_files_and_folders_that_another_process_removes_meanwhile_have_no_entry(
     run: Path, moment: str, monkeypatch: pytest.MonkeyPatch

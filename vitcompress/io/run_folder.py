@@ -109,12 +109,12 @@ class RunFolder:
     def files(self) -> Iterator[Path]:
         """The files that the manifest lists: those of runs and of dense models, and all exports with a sidecar.
 
-        Not signatures: the manifest is signed.
+        Not signatures: the manifest is signed. Nothing hidden: locks, and what is written at the moment.
         """
         starts = tuple(f"{Path(path.stem).stem}." for path in self.path.glob("*.*.json"))
         exports = {path for path in self.path.glob("*.*") if path.name.startswith(starts)}
         for path in sorted({*self.run_files(), self.settings, self.training, *exports} - {self.manifest}):
             walked = (Path(root, name) for root, _, names in os.walk(path) for name in names)  # rglob fails as files go
             inside = walked if path.is_dir() and not path.is_symlink() else (path,)
-            seen = (path for path in inside if not path.name.startswith(".") and path.suffix != SIGNATURE)  # no locks
-            yield from (path for path in seen if path.is_file() and not path.is_symlink())
+            seen = (path for path in inside if "/." not in f"/{path.relative_to(self.path).as_posix()}")
+            yield from (path for path in seen if path.suffix != SIGNATURE and path.is_file() and not path.is_symlink())
