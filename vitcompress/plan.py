@@ -36,6 +36,7 @@ FORMAT = 1
 BYPASSES = ("drop", "norm_identity", "double")
 ACTIVATION_REPLACEMENTS = ("identity",)
 GATE_REPLACEMENTS = ("mean_gate", "drop_gate")
+ALLOWED = {"attention": BYPASSES, "activation": ACTIVATION_REPLACEMENTS, "ffn": ("drop",), "block": ("drop",)}
 REPLACEMENTS = (*BYPASSES, *ACTIVATION_REPLACEMENTS, *GATE_REPLACEMENTS)
 APPENDED = ("gelu",)
 MAPPINGS = ("arch_args", "removed", "appended", "kept", "heads", "standard")  # keys of a plan

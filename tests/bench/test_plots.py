@@ -13,8 +13,7 @@ from vitcompress.errors import InputError, PlanError
 from vitcompress.io.files import write_json, write_text
 from vitcompress.methods.base import Chart, Line, ranked
 from vitcompress.models.create import create_model
-from vitcompress.plan import GATE_REPLACEMENTS, Plan
-from vitcompress.surgery.check import ALLOWED
+from vitcompress.plan import ALLOWED, GATE_REPLACEMENTS, Plan
 
 VIT = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 3, "num_heads": 4, "mlp_ratio": 2.0}
 SWIN = {

@@ -112,6 +112,16 @@ def test_heads_with_positions_of_their_own_are_not_formed_from_others(
         apply_plan(model, plan)
 
 
+@pytest.mark.parametrize("kind", ["qk", "v", "sr"])
+def test_no_channels_of_a_removed_attention_are_kept(kind: str) -> None:
+    model = build("pvt")
+    space = next(s for s in family_of(model).spaces(model) if s.kind == kind)
+    site = f"{space.name.rpartition('.')[0]}.attn"
+    plan = contract("pvt").plan.delta(kept={space.name: tuple(range(4))}, removed={site: "drop"})
+    with pytest.raises(PlanError, match=f"kept.{space.name}: it is inside {site}, which is removed"):
+        apply_plan(model, plan)
+
+
 @pytest.mark.parametrize("variant", ["inner_norms", "pvt"])
 def test_ffns_that_are_not_linear_cannot_be_folded(variant: str) -> None:
     model, plan = build(variant), contract(variant).plan

@@ -9,9 +9,7 @@ from vitcompress.errors import PlanError, UnsupportedModelError, did_you_mean
 from vitcompress.families import Family, Site, Space
 from vitcompress.families.base import norm_problem
 from vitcompress.families.edited_block import SITE_PARTS
-from vitcompress.plan import ACTIVATION_REPLACEMENTS, BYPASSES, GATE_REPLACEMENTS, Plan, enclosing_module, plan_problems
-
-ALLOWED = {"attention": BYPASSES, "activation": ACTIVATION_REPLACEMENTS, "ffn": ("drop",), "block": ("drop",)}
+from vitcompress.plan import ALLOWED, GATE_REPLACEMENTS, Plan, enclosing_module, module_of, plan_problems
 
 
 def check_plan(model: nn.Module, family: Family, plan: Plan) -> None:
@@ -74,7 +72,7 @@ def _kept_problems(spaces: dict[str, Space], plan: Plan) -> Iterator[str]:
             yield f"kept.{name}: the model has no such space{did_you_mean(name, spaces)}"
         elif max(kept) >= spaces[name].size:
             yield f"kept.{name}: expected one or more distinct channels in 0..{spaces[name].size - 1}"
-        elif outer := enclosing_module(spaces[name].attention or name, plan.removed):
+        elif outer := enclosing_module(module_of(name), plan.removed):
             yield f"kept.{name}: it is inside {outer}, which is removed"
 
 
