@@ -23,7 +23,7 @@ HINT = "INFERENCE_PRECISION_HINT"
 # Precision -> value of `HINT`. In int8 the file states the precision of linear layers, and the hint that of the others.
 HINTS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16", "int8": "f32", "int8+bf16": "bf16"}
 JOINED = 256  # rows and columns of a weight, up to which OpenVINO joins two products of an FFN
-ELEMENTWISE = ("Add", "Multiply", "Gelu")  # operations between the two
+ELEMENTWISE = ("Add", "Multiply", "Gelu", "Relu", "Sigmoid", "Tanh")  # operations between the two
 DEFAULT = "default"  # precision that OpenVINO chooses without the hint: bf16 on processors with bf16, even for fp32
 
 

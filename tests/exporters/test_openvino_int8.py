@@ -19,7 +19,7 @@ from vitcompress.bench.report.snippet import snippet
 from vitcompress.errors import ArtifactError, DeviceError, InputError
 from vitcompress.exporters.base import Exported
 from vitcompress.exporters.openvino.export import read_contents
-from vitcompress.exporters.openvino.runner import HINT, core, load, read_ir
+from vitcompress.exporters.openvino.runner import HINT, core, load, needs_variable_batch, read_ir
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.quantize.calibrate import calibrate
 from vitcompress.exporters.runtimes import EXPORTERS, open_runner
@@ -68,6 +68,22 @@ def test_small_models_run_at_every_batch_size(width: int, hidden: int, tmp_path:
     for batch in range(1, 9):
         expected = model(IMAGES[:batch]).detach()
         torch.testing.assert_close(runner(IMAGES[:batch]), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu", "sigmoid", "tanh"])
+def test_a_small_model_runs_with_any_activation(activation: str, tmp_path: Path) -> None:
+    """OpenVINO 2026.4 crashes where one of these alone is between the two products."""
+    args = {**SIZE, "depth": 2, "class_token": False, "global_pool": "avg", "act_layer": activation}
+    model = create_model("vit_tiny_patch16_224", args)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    path = export(model, tmp_path / "m.xml").path
+    assert needs_variable_batch(read_ir(path))  # otherwise the next lines would end this process
+    with closing(open_runner(path)) as runner:
+        for batch in (1, 4, 6, 8):
+            expected = model(IMAGES[:batch]).detach()
+            torch.testing.assert_close(runner(IMAGES[:batch]), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_the_lines_of_the_report_run_a_small_model(tmp_path: Path) -> None:
