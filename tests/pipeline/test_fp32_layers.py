@@ -420,6 +420,12 @@ def test_a_search_that_needs_every_layer_lists_its_sets(tmp_path: Path) -> None:
     assert "no linear layer is left" in record.read_text()
 
 
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_named_layers_may_leave_none_to_search(precision: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckFailedError, match=f"no linear layer is left to compute in {precision}"):
+        search_int8(tmp_path, plain(), "onnx", traces(plain), islands=("blocks", "auto"), precision=precision)
+
+
 def no_device(*arguments: object, **more: object) -> None:
     raise DeviceError("none")
 

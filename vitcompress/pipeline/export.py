@@ -163,7 +163,8 @@ def _search_layers(
         ranked = rank_layers(original, measure_quantization(original.model, options, "int32_bias", **about))
     elif precision == "fp16":
         ranges = scan_ranges(original.model, original.images)
-    result = search(original, evaluator, precision, fixed=fixed, ranges=ranges, ranked=tuple(ranked), progress=progress)
+    names = tuple(ranked) if options.eight_bits else None
+    result = search(original, evaluator, precision, fixed=fixed, ranges=ranges, ranked=names, progress=progress)
     if result.chosen is None:
         trials, last = RunFolder(path.parent).failed / f"{path.name}.islands.json", result.tries[-1]
         write_json(trials, asdict(result))

@@ -127,7 +127,7 @@ def search(
     *,
     fixed: Layers = (),
     ranges: Ranges = NO_RANGES,
-    ranked: Sequence[str] = (),
+    ranked: Sequence[str] | None = None,
     progress: Progress = SILENT,
 ) -> LayerSearch:
     """Search the smallest set of layers, including `fixed`, that passes in fp32, with the others in `precision`.
@@ -138,10 +138,11 @@ def search(
     model = original.model
     trials = _Trials(model, evaluator, precision, ranges, progress)
     always = (*fixed, *required_layers(model, ranges, fixed))
-    counts = [*(2**power for power in range(len(ranked).bit_length())), len(ranked)]
+    size = len(ranked or ())
+    counts = [*(2**power for power in range(size.bit_length())), size]
     cheap = [kinds for size in range(len(CHEAP) + 1) for kinds in combinations(CHEAP, size)]
     by_cost = [*sorted(cheap, key=lambda kinds: len(expand_layers(model, kinds))), (*CHEAP, *COSTLY)]
-    sets: Sequence[Sequence[str]] = [ranked[:count] for count in counts] if ranked else by_cost
+    sets: Sequence[Sequence[str]] = by_cost if ranked is None else [ranked[:count] for count in counts]
     passed = next(filter(trials.passes, [fixed, *((*always, *layers) for layers in sets)]), None)
     if passed is not None:
         pinned = set(expand_layers(model, fixed if passed == fixed else always))
