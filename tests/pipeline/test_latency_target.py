@@ -119,14 +119,6 @@ def test_on_the_cpu_there_is_no_note(tmp_path: Path) -> None:
     assert about.onnx_device == "cpu" and not list(about.notes())
 
 
-def test_sizes_that_the_search_chooses_need_not_fit_the_model(tmp_path: Path) -> None:
-    two = "model.args.depth=2"
-    (step,) = job(tmp_path, two, "step=[{ method = 'random', target = 'latency', amount = 1.0 }]").steps
-    assert step.delta.removed
-    with pytest.raises(PlanError, match="pruned_layers is 4, but the model has 2 attention"):
-        job(tmp_path, two, "step=[{ method = 'random' }]")
-
-
 def test_a_latency_target_is_not_measured_on_another_device(tmp_path: Path) -> None:
     sets = ("step.0.target=latency", "step.0.amount=1.0")
     with pytest.raises(DeviceError, match=r"the latency target is for cuda:77") as caught:

@@ -19,7 +19,7 @@ from vitcompress.io.progress import Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.validation import options_of
 from vitcompress.methods.base import AT_ONCE, Method, StepInfo, check_result, reject_unused
-from vitcompress.methods.latency import check_target, goal_of, list_sizes
+from vitcompress.methods.latency import check_target
 from vitcompress.methods.table import find_method
 from vitcompress.models.checkpoint import read_plan
 from vitcompress.models.create import InputConfig, check_classifier, input_config
@@ -251,12 +251,7 @@ def create_job(recipe: Recipe, options: RunOptions, runtime: Runtime, progress: 
             method = find_method(step.method)
             reject_unused(step.options, AT_ONCE if number + 1 < len(recipe.steps) else {})
             check_target(step.options)
-            try:
-                delta = check_result(method, method.structure(model, family, plan, step.options))
-            except PlanError:
-                if goal_of(step.options) is None:
-                    raise
-                delta = list_sizes(method, model, family, plan, step.options)[1][1]  # the search chooses others
+            delta = check_result(method, method.structure(model, family, plan, step.options))
             own = JobStep(
                 number=number,
                 method=method,

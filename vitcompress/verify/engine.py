@@ -1,4 +1,4 @@
-"""Check a TensorRT engine without running it: its source, the folded layers in it, its size, and its layers.
+"""Check a TensorRT engine without running it: its source, the folded layers in it, and its layers.
 
 The format of engines is not documented, but engines store most matrices unchanged: the product of a folded pair must
 be among the bytes of the engine, and neither matrix of the pair.
@@ -7,7 +7,6 @@ be among the bytes of the engine, and neither matrix of the pair.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +14,12 @@ from torch import Tensor, nn
 from vitcompress.exporters.precision import HALF
 from vitcompress.exporters.sidecar import usable_sidecar
 from vitcompress.exporters.tensorrt.export import source_path
-from vitcompress.io.checks import Check, limit_check, problem_check
-from vitcompress.io.files import decode_json_values, file_sha256
+from vitcompress.io.checks import Check, problem_check
+from vitcompress.io.files import file_sha256
 from vitcompress.io.tensors import load_tensors, tensor_bytes
 from vitcompress.surgery.shapes import PlannedTensor
 from vitcompress.verify.outputs import PlannedOriginal
 from vitcompress.verify.weights import WEIGHTS
-
-SETTINGS = ("precision", "opset", "runtime_version", "sm", "batch", "tf32", "optimization_level", "hardware_compatible")
 
 
 def engine_checks(path: Path, original: PlannedOriginal) -> Iterator[Check]:
@@ -39,8 +36,6 @@ def engine_checks(path: Path, original: PlannedOriginal) -> Iterator[Check]:
     folded = [row for row in original.rows if row.change == "folded" and len(row.planned or ()) == 2]
     if folded and original.unfolded is not None and original.unfolded.is_file():
         yield _folded_check(path, original.model, folded, load_tensors(original.unfolded), str(sidecar["precision"]))
-    if original.plan.removed and not original.plan.kept:
-        yield from _size_checks(path, sidecar)
 
 
 def inspector_checks(path: Path) -> Iterator[Check]:
@@ -70,14 +65,3 @@ def _folded_check(
     others = f"none of the {len(pairs)} layers that they replace" if pairs else "the layers before folding are missing"
     detail = f"{products} of {len(rows)} folded layers are in the engine, {others}"
     return problem_check(name, (f"{part} was folded, but is in the engine" for part in left), detail)
-
-
-def _size_checks(path: Path, sidecar: Mapping[str, Any]) -> Iterator[Check]:
-    """With layers removed and none narrowed, an engine is not larger than the dense one with the same settings."""
-    dense = path.with_name(path.name.replace("model", "dense", 1))
-    other = usable_sidecar(dense) if dense != path and dense.is_file() else {}
-    about, others = ({**one, **one.get("build", {})} for one in (sidecar, other))
-    wide, known = (set(decode_json_values(one.get("metadata", {})).get("islands", ())) for one in (sidecar, other))
-    if other and wide <= known and all(about.get(key) == others.get(key) for key in SETTINGS):
-        size, most = float(path.stat().st_size), float(dense.stat().st_size)
-        yield limit_check(f"{WEIGHTS}.{path.name}.bytes", size, most, f"bytes, at most those of {dense.name}")
