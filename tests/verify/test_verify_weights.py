@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from contracts import build
+from contracts import build, traces
 from onnx import TensorProto, helper, numpy_helper
 from pruned_models import check_weights, pruned
 from torch import nn
@@ -21,6 +21,9 @@ from vitcompress.bench.report.run import describe_bytes, weight_table
 from vitcompress.errors import ArtifactError
 from vitcompress.exporters.onnx.export import export
 from vitcompress.exporters.onnx.file import read_contents
+from vitcompress.exporters.options import ExportOptions
+from vitcompress.exporters.quantize.calibrate import calibrate
+from vitcompress.exporters.runtimes import EXPORTERS
 from vitcompress.exporters.sidecar import sidecar_path
 from vitcompress.families import family_of
 from vitcompress.models.checkpoint import load_model, write_model
@@ -161,7 +164,7 @@ def test_a_weight_of_fp32_that_is_stored_in_fp16_fails(folder: Path) -> None:
 
 def test_masks_and_indices_are_no_weights_and_zeros_are(folder: Path) -> None:
     path, model = folder / "model.onnx", load_model(folder)
-    index = numpy_helper.from_array(np.arange(200, dtype=np.int64), "index")
+    index = numpy_helper.from_array(np.arange(48, dtype=np.int64), "index")
     mask = numpy_helper.from_array(np.where(np.arange(256).reshape(16, 16) % 3, 0.0, -100.0).astype(np.float32), "mask")
     change(folder / "model.onnx", lambda graph: graph.initializer.extend([index, mask]))
     assert check_weights(model, path).verdict == "passed"
@@ -173,6 +176,42 @@ def test_masks_and_indices_are_no_weights_and_zeros_are(folder: Path) -> None:
     check = check_weights(model, path)
     assert check.verdict == "failed"
     assert "zeros (48x16) is no weight of the model, but has the shape of the dense" in check.detail
+
+
+@pytest.mark.parametrize(
+    ("shape", "first", "weight"),
+    [
+        ((64,), 1000, False),
+        ((48, 16), 0, True),
+        ((8, 2, 8, 2, 3), -4, True),
+        ((2000,), 0, True),
+        ((48, 16), None, False),
+    ],
+)
+@pytest.mark.parametrize("kind", [np.int32, np.int64])
+def test_an_index_is_small_or_has_positions_in_the_image(
+    kind: Any, shape: tuple[int, ...], first: int | None, weight: bool, folder: Path
+) -> None:
+    """Integers of other values may be a quantized weight; as positions, numbers from 0 to 7 in an image of 8 x 8."""
+    data = np.arange(np.prod(shape), dtype=kind).reshape(shape)
+    data = data % 8 if first is None else data + first
+    change(folder / "model.onnx", lambda graph: graph.initializer.append(numpy_helper.from_array(data, "added")))
+    problems = tensors_in(folder / "model.onnx", load_model(folder)).problems
+    assert ("added" in "".join(problems)) is weight and len(problems) == weight
+
+
+@pytest.mark.parametrize("name", ["onnx", "openvino"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "int8"])
+@pytest.mark.parametrize("variant", ["plain", "swin", "beit", "inner_norms_rotary", "pvt_linear"])
+def test_every_index_of_a_file_is_a_constant(variant: str, precision: Any, name: str, tmp_path: Path) -> None:
+    """Scales, and in PVTv2 the positions that pooling reads, which are more values than any weight is long."""
+    if EXPORTERS[name].unavailable():
+        pytest.skip("OpenVINO is not installed")
+    model, path = build(variant, dtype=torch.float32), tmp_path / f"model{EXPORTERS[name].suffix}"
+    images = torch.randn(2, *input_config(model).size, generator=torch.Generator().manual_seed(0))
+    about: Any = {"input": input_config(model), "calibrate": lambda source: calibrate(source, images, "int8")}
+    EXPORTERS[name].export(model, path, options=ExportOptions(precision), traces=traces(variant), **about)
+    assert check_weights(model, path).verdict == "passed"
 
 
 @pytest.mark.parametrize(

@@ -87,11 +87,12 @@ def compare_tensors(model: nn.Module, contents: Contents, rows: Iterable[Planned
     if settings := read_quantization(decode_json_values(contents.metadata)):  # other files store exact values
         matches |= _match_quantized(missing, contents.tensors, settings.half)
         missing = {name: tensor for name, tensor in missing.items() if name not in matches}
+    limits = max((n for own in matches.values() for n in own.shape), default=0), max(input_config(model).size[1:])
     constants, unknown, gathered = list[Stored](), list[Stored](), set[str]()
     for stored in (stored for stored in contents.tensors if stored not in matches.values()):
         if source := _find_gathered(stored, missing, tensors):
             gathered.add(source)
-        if source or _is_constant(stored):
+        if source or _is_constant(stored, *limits):
             constants.append(stored)
         else:
             unknown.append(stored)
@@ -183,18 +184,20 @@ def _find_gathered(stored: Stored, missing: Mapping[str, Tensor], tensors: Mappi
     return None
 
 
-def _is_constant(stored: Stored) -> bool:
+def _is_constant(stored: Stored, longest: int, side: int) -> bool:
     """Whether this is an index, a few values, or a mask of a few different values.
 
-    A tensor of zeros alone is no constant: it is a masked layer.
+    A tensor of zeros alone is no constant: it is a masked layer. longest: axis of a weight; no scale has more values.
+    side: of the image; an index with several axes has positions in it, as pooling in PVTv2 reads.
     """
     count = prod(stored.shape)
-    if stored.index or count <= SMALL:
+    if count <= SMALL or (stored.index and count == max(stored.shape) <= longest):
         return True
     width = stored.size // count
     if width not in (2, 4, 8) or stored.size != width * count:  # values of a byte or less are quantized weights
         return False
-    return 1 < len(np.unique(np.frombuffer(stored.read(), np.dtype(f"u{width}")))) <= FEW
+    values = np.unique(np.frombuffer(stored.read(), np.dtype(f"u{width}")))
+    return bool(values[-1] < side) if stored.index else 1 < len(values) <= FEW
 
 
 def _describe(stored: Stored, matches: Mapping[str, Stored], dense: Mapping[str, Shape]) -> str:
