@@ -14,7 +14,7 @@ from vitcompress.errors import InputError, OutputError
 from vitcompress.exporters.options import ONLY_EIGHT_BITS, ExportOptions
 from vitcompress.exporters.precision import expand_layers
 from vitcompress.exporters.runner import Runner, RunnerOptions
-from vitcompress.exporters.sidecar import FORMAT, sidecar_path
+from vitcompress.exporters.sidecar import FORMAT, sidecar_path, usable_sidecar
 from vitcompress.families import family_of
 from vitcompress.io.files import changing, convert_write_errors, file_sha256, write_file, write_json
 from vitcompress.io.hardware import package_versions
@@ -198,9 +198,10 @@ def write_with_data(path: Path, write: Callable[[Path], None], stale: Iterable[P
     """Write a file and its data files in a folder beside `path`, then move first the data into place, last a sidecar.
 
     write(target): writes a file with the name of `path`, and any others beside it. Returns the names of both.
-    stale: files that are removed before the new ones are moved into place.
+    stale: files that are removed before the new ones are moved into place, as is all data of the replaced file.
     """
-    old = sidecar_path(path), *stale  # the first one describes the file that is replaced
+    listed = (name for name in usable_sidecar(path).get("files", ()) if name.startswith(f"{path.name}."))  # its data
+    old = sidecar_path(path), *stale, *map(path.with_name, listed)  # the first one describes the file that is replaced
     for place in (path, *old):
         if place.is_dir():
             raise OutputError(f"{place} cannot be written: it is a folder", hint="choose another file with --out")

@@ -21,7 +21,8 @@ from vitcompress.exporters.onnx.export import export
 from vitcompress.exporters.onnx.file import graph_facts, metadata, read_onnx
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.runtimes import EXPORTERS
-from vitcompress.io.files import file_sha256
+from vitcompress.exporters.sidecar import read_sidecar, sidecar_path
+from vitcompress.io.files import file_sha256, write_json
 from vitcompress.models.create import input_config
 from vitcompress.plan import Plan
 
@@ -91,6 +92,21 @@ def test_every_setting_agrees_with_torch(
     assert (written, facts.operators.get("Attention", 0)) == (opset, 2 if opset == 23 else 0)
     assert (tmp_path / "model.onnx.data").is_file() == external
     assert failures(model, path) == []
+
+
+def test_a_replaced_file_leaves_none_of_its_data_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = dense("layer_scale")
+    (tmp_path / "notes.txt").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(WEIGHTS_IN_ONE_FILE, 0)
+        for _ in range(2):
+            path = exported(model, tmp_path, traces=traces("layer_scale"))
+            assert {"model.onnx", "model.onnx.data"} == set(read_sidecar(path)["files"])
+    sidecar = read_sidecar(path)
+    write_json(sidecar_path(path), {**sidecar, "files": {**sidecar["files"], "notes.txt": ""}})
+    exported(model, tmp_path, traces=traces("layer_scale"))
+    left = sorted(entry.name for entry in tmp_path.iterdir())
+    assert left == ["model.onnx", "model.onnx.json", "notes.txt"] and failures(model, path) == []
 
 
 @pytest.mark.parametrize("bypass", BYPASSES)
