@@ -138,8 +138,7 @@ def search(
     model = original.model
     trials = _Trials(model, evaluator, precision, ranges, progress)
     always = (*fixed, *required_layers(model, ranges, fixed))
-    size = len(ranked or ())
-    counts = [*(2**power for power in range(size.bit_length())), size]
+    counts = [*(2**power for power in range(len(ranked or ()).bit_length())), len(ranked or ())]
     cheap = [kinds for size in range(len(CHEAP) + 1) for kinds in combinations(CHEAP, size)]
     by_cost = [*sorted(cheap, key=lambda kinds: len(expand_layers(model, kinds))), (*CHEAP, *COSTLY)]
     sets: Sequence[Sequence[str]] = by_cost if ranked is None else [ranked[:count] for count in counts]
