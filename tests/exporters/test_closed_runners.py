@@ -78,7 +78,7 @@ def test_releasing_a_call_on_a_gpu_frees_its_images() -> None:
 def test_a_call_without_references_is_not_kept(folder: Path) -> None:
     """A sweep over batches binds many calls."""
     runner = open_runner(folder)
-    call = runner.bind(synthetic_images((3, 8, 8), 2, 0))
+    call = runner.bind(synthetic_images((3, 8, 8), 2))
     seen = weakref.ref(call)
     del call
     assert seen() is None
