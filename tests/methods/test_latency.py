@@ -138,7 +138,7 @@ def times_of(method: str) -> list[float]:
     return [size(width.deploy(vit, around.plan, delta)) for _, delta in sizes]
 
 
-def test_the_global_scope_has_as_many_sizes_as_the_others() -> None:
+def test_the_global_scope_has_sizes_down_to_a_fifth_of_the_model() -> None:
     vit = model(4, 32)
     around = context(Path(), vit)
     options = Options(scope="global", keep_ratio=0.9, align=HALF["align"], images=24)
