@@ -326,6 +326,32 @@ def test_other_pools_are_rejected(args: dict, reason: str) -> None:
         family_of(model)
 
 
+@pytest.mark.parametrize("method", ["forward", "forward_features", "forward_head", "_pos_embed"])
+def test_a_subclass_that_computes_something_else_is_rejected(method: str) -> None:
+    model = build("plain")
+    timms = type(model)
+    model.__class__ = type("Own", (timms,), {"reset_classifier": lambda *_: None})
+    assert family_of(model).name == "vit"
+
+    def changed(self: nn.Module, *args: Any) -> Any:
+        return getattr(timms, method)(self, *args) * 2
+
+    changed.__qualname__ = f"Own.{method}"
+    model.__class__ = type("Own", (timms,), {method: changed})
+    with pytest.raises(UnsupportedModelError, match=rf"Own\.{method} is not timm's"):
+        family_of(model)
+
+
+@pytest.mark.parametrize(("name", "text"), [("", "the model"), ("blocks.1.attn", r"blocks\.1\.attn")])
+def test_an_object_with_a_forward_of_its_own_is_rejected(name: str, text: str) -> None:
+    """A loaded model would have the one of its class."""
+    model = build("plain")
+    module = model.get_submodule(name)
+    module.forward = partial(type(module).forward, module)
+    with pytest.raises(UnsupportedModelError, match=f"the forward of {text} was replaced"):
+        family_of(model)
+
+
 def test_a_norm_without_weights_is_rejected() -> None:
     model = build("plain")
     model.blocks[1].norm2 = nn.LayerNorm(16, elementwise_affine=False)

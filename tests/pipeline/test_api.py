@@ -241,6 +241,23 @@ def test_models_of_timm_itself_are_taken() -> None:
     assert vc.count_cost(small).params < vc.count_cost(dense).params
 
 
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("options", [{}, {"num_classes": 7}, {"img_size": 16}, {"drop_path_rate": 0.1}], ids=str)
+def test_a_plan_fits_every_model_with_the_same_modules_and_channels(
+    options: dict[str, Any], own: bool, tmp_path: Path
+) -> None:
+    """Its arguments are those of the model, also those of its standard model of timm."""
+    target = {"embed_dim": 8, "num_heads": 2, "depth": 1}
+    plan = vc.plan(model(), "upvit", batches(), target_args=target, images=4, device="cpu")
+    arguments = {**ARGS, "num_classes": 4, **options}
+    other = (vc if own else timm).create_model("vit_tiny_patch16_224.augreg_in21k", **arguments)
+    small = vc.prune(other, plan).eval()
+    vc.save_model(small, tmp_path / "out")
+    assert vc.verify(tmp_path / "out").passed, "with the check `standard`"
+    images = torch.randn(2, 1, *[arguments["img_size"]] * 2)
+    assert torch.equal(vc.load_model(tmp_path / "out")(images), small(images))
+
+
 @pytest.mark.parametrize("arch", ["beit_base_patch16_224", "vit_small_plus_patch16_dinov3"])
 def test_models_with_other_names_than_those_of_timm_are_planned_as_those_of_create_model(
     arch: str, tmp_path: Path
@@ -316,6 +333,13 @@ def test_models_with_other_names_than_those_of_timm_are_planned_as_those_of_crea
             "16 images have labels of shape 5 ",
         ),
         (lambda: vc.plan(model(), "isomorphic", [(batches()[0][0], torch.rand(16))]), "float32"),
+        *(
+            (
+                partial(vc.export, model(num_classes=0), "x.onnx", data=[(batches()[0][0], labels)]),
+                "labels of shape 16x",
+            )
+            for labels in (torch.zeros(16, 1).long(), torch.eye(16).long())
+        ),
         (lambda: vc.plan(model(), "isomorphic", []), "the data set is empty"),
         (
             lambda: [vc.finetune(own, batches(), teacher=own, epochs=1) for own in [model()]],

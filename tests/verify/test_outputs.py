@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from damage import add_unused_weight
 from onnx import numpy_helper
 
+import vitcompress as vc
 from vitcompress import cli
 from vitcompress.bench.report.snippet import snippet
 from vitcompress.cli import main
@@ -197,6 +198,18 @@ def test_a_file_with_the_outputs_of_the_model_is_verified(folder: Path, format: 
     assert names | {"weights"} <= {check["name"] for check in recorded["checks"]}
     (entry,) = recorded["weights"]["files"]
     assert (entry["file"], entry["bytes"]) == (name, sidecar["bytes"])
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "fp16"}, {"precision": "int8"}], ids=str)
+@pytest.mark.parametrize("name", ["model.onnx", "model.xml"])
+def test_a_model_whose_outputs_are_tokens_is_verified(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    model = create_model(ARCH, {**ARGS, "num_classes": 0, "global_pool": ""})
+    vc.save_model(model, tmp_path)
+    vc.export(model, tmp_path / name, data=[(IMAGES, torch.zeros(len(IMAGES)).long())], **options)
+    checks = vc.verify(tmp_path).checks
+    assert {check.verdict for check in checks if name in check.name} == {"passed"}, checks
+    vc.export(vc.prune(model, model.plan.delta(removed={"blocks.1.attn": "drop"})), tmp_path / name)
+    assert not vc.verify(tmp_path).passed
 
 
 def test_a_file_with_other_outputs_is_moved_away(folder: Path) -> None:

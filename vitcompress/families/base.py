@@ -23,6 +23,7 @@ SiteKind = Literal["attention", "activation", "ffn", "block"]
 GATED: tuple[SiteKind, ...] = ("attention", "activation")  # of the layers that depth pruning gates and removes
 LAYERS = (nn.Linear, nn.Conv2d)  # subclasses may compute something else, which slicing and folding would lose
 COMPUTED = "computes its weight; make it permanent, as with torch.nn.utils.prune.remove"
+COMPUTING = ("forward", "forward_features", "forward_head", "_pos_embed", "pool")  # methods of models
 LINEAR = {"qkv", "q", "kv", "q_proj", "k_proj", "v_proj", "proj", "sr", "fc1", "fc1_g", "fc1_x", "fc2", "reduction"}
 
 
@@ -117,6 +118,12 @@ class Family(ABC):
         stem, supported = getattr(model, "patch_embed", None), isinstance(model, self.model_type)
         if not supported:
             return f"it is of type {type(model).__name__}"
+        used, known = ([getattr(one, name, None) for name in COMPUTING] for one in (type(model), self.model_type))
+        own = (method for method in used if method not in known and not method.__module__.startswith("timm."))
+        if (method := next(own, None)) is not None:
+            return f"{method.__qualname__} is not timm's"
+        if replaced := [name or "the model" for name, part in model.named_modules() if "forward" in vars(part)]:
+            return f"the forward of {replaced[0]} was replaced"
         if not isinstance(stem, self.stem_type):
             return f"its stem is of type {type(stem).__name__}"
         if len([*model.parameters()]) < len([*model.named_parameters(remove_duplicate=False)]):

@@ -209,6 +209,16 @@ def with_changes(plan: Plan, model: nn.Module) -> Plan:
     return replace(plan, arch_args={**plan.arch_args, **changed}, standard=standard) if changed else plan
 
 
+def with_arguments(plan: Plan, model: nn.Module, own: Plan) -> Plan:
+    """`plan` with the arguments of `model`, whose plan is `own`, if these change neither modules nor channels."""
+    plans = (plan, own)
+    if plan.delta() == own.delta() or len({one.arch.split(".")[0] for one in plans}) > 1:
+        return plan
+    family, dense = family_of(model), [create_on_meta(one.arch, one.arch_args) for one in plans]
+    there, here = ((family.sites(one), family.spaces(one)) for one in dense)
+    return replace(with_changes(plan, model), arch=own.arch, arch_args=own.arch_args) if there == here else plan
+
+
 def rebuild(plan: Plan, tensors: Collection[str]) -> nn.Module:
     """The model of `plan`, on the meta device if `tensors` names all parameters and buffers."""
     model = apply_plan(create_on_meta(plan.arch, plan.arch_args), plan)

@@ -158,7 +158,8 @@ def prune(model: nn.Module, plan: Plan) -> nn.Module:
         UnsupportedModelError: no family supports the model.
         InputError: the origin of the model is unknown, see `plan_of`.
     """
-    whole = create.plan_of(model).then(plan)
+    own = create.plan_of(model)
+    whole = own.then(create.with_arguments(plan, model, own))
     pruned = surgery.apply_to_copy(model, plan)
     pruned.plan = whole  # type: ignore[assignment]
     return pruned

@@ -196,9 +196,10 @@ def check_batch(batch: Any, size: Size = (), classes: int = 0) -> tuple[Tensor, 
         raise DataError(f"a batch {content} instead of two tensors", hint=hint)
     images, targets = batch
     check_images(images, size)
-    fits, soft = targets.shape[:1] == images.shape[:1], targets.is_floating_point()
+    soft = targets.is_floating_point()
+    fits = targets.shape[:1] == images.shape[:1] and targets.ndim == 1 + soft
     if fits and soft:  # sums up to the rounding of half precision
-        fits = targets.ndim == 2 and classes in (0, targets.shape[1])
+        fits = classes in (0, targets.shape[1])
         fits = fits and bool((targets >= 0).all() and ((targets.float().sum(1) - 1).abs() < 0.01).all())
     if not fits:
         message = f"{len(images)} images have labels of shape {format_shape(targets.shape)} and {targets.dtype}"

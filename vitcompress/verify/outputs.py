@@ -306,7 +306,7 @@ def _runner_checks(path: Path, original: Original, runner: Runner) -> list[Check
     preprocessing = runner.input if about.get("input_type") == "uint8" else None
     images = original.rounded_to_bytes(preprocessing) if preprocessing else original.images
     batches = _batches(path, original, runner)
-    calls = [(rows, runner(images[rows])) for rows in _rows(batches, len(images))]
+    calls = [(rows, runner(images[rows]).flatten(1)) for rows in _rows(batches, len(images))]
     if settings:
         limits = _limits(original, images, [settings, "bf16"] if stated.endswith("+bf16") else [settings])
     else:
@@ -330,7 +330,7 @@ def _arithmetic_checks(
     if path.suffix == ".onnx":
         content, name = unsigned_integers(file.read_onnx(path)).SerializeToString(), "exact"
         call = open_changed(path, content, optimize=True)
-        exact = torch.cat([call(images[part])[0].double() for part, _ in calls])
+        exact = torch.cat([call(images[part])[0].flatten(1).double() for part, _ in calls])
     changes = exact - original.exact(images)[rows]
 
     def ratio(difference: Tensor, norm: float) -> float:
@@ -349,7 +349,7 @@ def _arithmetic_checks(
 
     def emulate(x: Tensor) -> Tensor:
         parts = torch.split(x, tolerance.BATCH)
-        return torch.cat([functional_call(model, stored, (part,)).double() for part in parts])[rows]
+        return torch.cat([functional_call(model, stored, (part,)).flatten(1).double() for part in parts])[rows]
 
     with EightBitProducts(model, settings):
         emulated, moved = emulate(images), emulate(images * (1 + ROUNDINGS * signs))
@@ -433,7 +433,7 @@ def rounded_checks(path: Path, original: Original, *, rounded: bool = True) -> l
             with _Scalars() as record:
                 tolerance.model_logits(model, images[:1])
             scalars = record.found
-        calls = [(torch.arange(len(images)), rounded_logits(path, images, scalars))]
+        calls = [(torch.arange(len(images)), rounded_logits(path, images, scalars).flatten(1))]
     except VitcompressError as error:
         return [Check(f"{AGREEMENT}{name}", "failed", detail=error.message)]
     how = "every result rounded to {}, a proxy for the GPU" if rounded else "only tensors rounded to {}"

@@ -83,9 +83,12 @@ def reference(model: nn.Module, images: Tensor) -> Reference:
 
 @torch.no_grad()
 def model_logits(model: nn.Module, images: Tensor) -> Tensor:
-    """The logits of `images`, computed in batches and in the model's own precision: (count, classes)."""
-    model = model.eval()
-    return torch.cat([model(part.to(next(model.parameters()).dtype)) for part in torch.split(images, BATCH)])
+    """The logits of `images`, computed in batches and in the model's own precision: (count, classes).
+
+    Outputs of other shapes, such as tokens, are flattened.
+    """
+    model, dtype = model.eval(), next(model.parameters()).dtype
+    return torch.cat([model(part.to(dtype)).flatten(1) for part in torch.split(images, BATCH)])
 
 
 def exact_logits(model: nn.Module, images: Tensor) -> Tensor:
@@ -233,9 +236,8 @@ def _limit(wide: nn.Module, images: Tensor, perturbed: Callable[[Tensor], Tensor
 
     Both are drawn on the first `BATCH` images only, fewer if the model has many classes.
     """
-    images = images.to(next(wide.parameters()).dtype)
-    x = images[: min(BATCH, 1 + LOGITS // wide(images[:1]).shape[-1])]
-    clean, draws = wide(x), [perturbed(x) for _ in range(DRAWS)]
+    x = images[: min(BATCH, 1 + LOGITS // model_logits(wide, images[:1]).shape[1])].to(next(wide.parameters()).dtype)
+    clean, draws = model_logits(wide, x), [perturbed(x).flatten(1) for _ in range(DRAWS)]
     factor = _factor(FALSE_ALARMS) * scale / DRAWS
     errors = sum(float((logits - clean).abs().max()) for logits in draws)
     norms = sum(float((logits - clean).norm(dim=1).max()) for logits in draws)
