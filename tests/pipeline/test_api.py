@@ -358,7 +358,15 @@ def test_models_with_other_names_than_those_of_timm_are_planned_as_those_of_crea
         (lambda: vc.bench(model(), memory=True), "memory is measured in a process of its own"),
         (lambda: vc.bench(model(), fail_under=1.0), "got only one"),
         (lambda: vc.export(model(), "x.onnx", class_names=["cat"]), "has 4 classes\ngive one name per class"),
-        (lambda: vc.plan(model(), "nose", [(batches()[0][0] * float("nan"), batches()[0][1])]), "not finite"),
+        (
+            lambda: vc.plan(model(), "nose", [(batches()[0][0] * float("nan"), batches()[0][1])]),
+            r"^an image has values that are not finite\nrepair",
+        ),
+        (lambda: vc.plan(model(), "nose", iter([])), "^there are no batches\nat least one"),
+        (
+            lambda: vc.plan(model(), "nose", [(batches()[0][0], torch.full((16, 4), 0.25))]),
+            "^labels of shape 16x4 and torch.float32 cannot be used here\npass one class",
+        ),
         (lambda: vc.plan(model(), "isomorphic", [(batches()[0][0].byte(), batches()[0][1])]), "uint8"),
     ],
 )

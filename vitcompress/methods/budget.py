@@ -182,7 +182,7 @@ def check_reach(largest: T, smallest: T, target: Target[T]) -> tuple[float, floa
         least = target.fastest(smallest)
     if least <= target.amount <= most:
         return least, most
-    amount, low, high = (f"{value:.4g} {target.unit}" for value in (target.amount, least, most))
+    amount, low, high = (f"{value:.4g} {target.unit}" for value in (target.amount, *sorted((least, most))))
     where = f" on {target.runtime}" if target.runtime else ""
     load = "; other load on the machine makes times longer: the same command measures anew and keeps what it trained"
     message = f"{amount}{where} cannot be reached: this structure allows {format_range(low, high)}"

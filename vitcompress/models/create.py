@@ -379,7 +379,7 @@ def is_allowed(side: int, allowed: int | range | None) -> bool:
 def check_images(images: torch.Tensor, size: Size = ()) -> None:
     """Raise DataError unless `images`, (batch, *size), are floating-point numbers."""
     if not images.is_floating_point():
-        hint = "normalize them for the model; data sets of PIL images and files exported with uint8 contain bytes"
+        hint = "normalize them for the model, or pass a data set of PIL images"
         raise DataError(f"the images are {images.dtype}, not floating-point numbers", hint=hint)
     if images.ndim != 4 or not all(map(is_allowed, images.shape[1:], size)):
         names = (f"multiple of {side.step}" if isinstance(side, range) else str(side or "any") for side in size)

@@ -180,10 +180,11 @@ def is_map_style(data: Any, name: str = "the data set") -> bool:
 
 
 def check_labels(labels: Any, classes: int) -> None:
-    """Raise DataError if `labels`, (count,), are not from 0 to `classes` - 1. With 0 classes any are accepted."""
-    if classes and len(labels) and (labels.ndim != 1 or not 0 <= labels.min() <= labels.max() < classes):
+    """Raise DataError if `labels` are not (count,) numbers from 0 to `classes` - 1; with 0 classes, any numbers."""
+    if len(labels) and (labels.ndim != 1 or (classes and not 0 <= labels.min() <= labels.max() < classes)):
         about = f"of shape {format_shape(labels.shape)} with values from {labels.min():g} to {labels.max():g}"
-        hint = f"the model has {classes} classes: the label of an image is a number from 0 to {classes - 1}"
+        known = f"the model has {classes} classes: " if classes else ""
+        hint = f"{known}the label of an image is a number from 0{f' to {classes - 1}' if classes else ''}"
         raise DataError(f"labels {about} cannot be used", hint=hint)
 
 
@@ -196,10 +197,9 @@ def check_batch(batch: Any, size: Size = (), classes: int = 0) -> tuple[Tensor, 
         raise DataError(f"a batch {content} instead of two tensors", hint=hint)
     images, targets = batch
     check_images(images, size)
-    soft = targets.is_floating_point()
-    fits = targets.shape[:1] == images.shape[:1] and targets.ndim == 1 + soft
+    fits, soft = targets.shape[:1] == images.shape[:1], targets.is_floating_point()
     if fits and soft:  # sums up to the rounding of half precision
-        fits = classes in (0, targets.shape[1])
+        fits = targets.ndim == 2 and classes in (0, targets.shape[1])
         fits = fits and bool((targets >= 0).all() and ((targets.float().sum(1) - 1).abs() < 0.01).all())
     if not fits:
         message = f"{len(images)} images have labels of shape {format_shape(targets.shape)} and {targets.dtype}"
@@ -237,17 +237,18 @@ def as_images(data: Any, size: Size = (), classes: int = 0) -> Images:
 def _read_batches(data: Any) -> Images:
     try:
         if not (pairs := [check_batch(batch) for batch in data]):
-            raise ValueError("it is empty")
+            raise DataError("there are no batches", hint="at least one is needed")
         images, labels = (torch.cat([part.detach().cpu() for part in parts]) for parts in zip(*pairs, strict=True))
-        if labels.is_floating_point():
-            raise ValueError(f"labels of shape {format_shape(labels.shape)} and {labels.dtype}")
-        if not images.isfinite().all():
-            raise ValueError("an image has values that are not finite")
-        return ArrayImages(images, labels)
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
         message = f"the data is not an iterable of (images, labels) batches: {first_line(error)}"
         hint = "pass a map-style data set of (image, class) pairs, or batches of (batch, C, H, W) and (batch,)"
         raise DataError(message, hint=hint) from error
+    if labels.is_floating_point():
+        message = f"labels of shape {format_shape(labels.shape)} and {labels.dtype} cannot be used here"
+        raise DataError(message, hint="pass one class number for each image")
+    if not images.isfinite().all():
+        raise DataError("an image has values that are not finite", hint="repair the images or their normalization")
+    return ArrayImages(images, labels)
 
 
 def class_names(folder: Path) -> tuple[str, ...]:
