@@ -258,6 +258,19 @@ def test_a_plan_fits_every_model_with_the_same_modules_and_channels(
     assert torch.equal(vc.load_model(tmp_path / "out")(images), small(images))
 
 
+@pytest.mark.parametrize("args", [{}, {"num_classes": 0}, {"num_classes": 0, "global_pool": ""}], ids=str)
+@pytest.mark.parametrize("data", [batches(), Pictures()], ids=["batches", "pictures"])
+def test_verify_compares_outputs_on_data_and_keeps_it(data: Any, args: dict[str, Any], tmp_path: Path) -> None:
+    dense = model(**args)
+    vc.save_model(dense, tmp_path)
+    vc.export(dense, tmp_path / "model.onnx", precision="int8", data=data)
+    for images, noise in ((None, True), (data, False), (None, False)):
+        verification = vc.verify(tmp_path, images)
+        (check,) = (one for one in verification.checks if one.name == "agreement.model.onnx.error")
+        assert verification.passed and check.detail.endswith(", on noise") == noise, verification
+    assert {"reload.recorded"} <= {check.name for check in vc.verify(tmp_path).checks}
+
+
 @pytest.mark.parametrize("arch", ["beit_base_patch16_224", "vit_small_plus_patch16_dinov3"])
 def test_models_with_other_names_than_those_of_timm_are_planned_as_those_of_create_model(
     arch: str, tmp_path: Path

@@ -36,6 +36,7 @@ from vitcompress.methods.base import AT_ONCE, Method, context_for, load_handed_o
 from vitcompress.methods.latency import plan_step
 from vitcompress.methods.table import find_method
 from vitcompress.models import create
+from vitcompress.models.checkpoint import load_model
 from vitcompress.models.source import resolve_model
 from vitcompress.pipeline.calibration import Calibration, model_digest
 from vitcompress.pipeline.export import SCAN_IMAGES, write_export
@@ -51,7 +52,7 @@ from vitcompress.training.metrics import Accuracy, random_images
 from vitcompress.training.metrics import evaluate as evaluate_loader
 from vitcompress.training.options import Seed, TrainOptions, TrainResult, Workers
 from vitcompress.training.trainer import TrainingContext, TrainingControls
-from vitcompress.verify.folder import noise_images, verify_folder
+from vitcompress.verify.folder import image_count, noise_images, verify_folder
 from vitcompress.verify.outputs import Original
 
 Artifacts = Artifact | Annotated[Sequence[Artifact], MinLen(1)]
@@ -289,8 +290,8 @@ def export(
     Args:
         path: its suffix selects the format: `.onnx` or `.xml` (OpenVINO); `.engine` is that of two formats.
         format: `onnx`, `openvino`, `trt`, `trt-rtx`, or one of another package; needed for other suffixes.
-        data: images for the range scan of half precision, for `islands=("auto",)` and for the ranges of int8 and fp8
-            (of the training data); None: random images, which int8 and fp8 reject.
+        data: labeled images for the range scan of half precision, for `islands=("auto",)` and for the ranges of int8
+            and fp8 (of the training data); None: random images, which int8 and fp8 reject.
         class_names: stored in the metadata. Beside a saved model, pass those of `save_model`: `verify` compares them.
         options: fields of `ExportOptions`, such as `precision`, `batch`, `uint8`.
 
@@ -329,16 +330,23 @@ def export(
         ).path
 
 
-def verify(folder: str | Path, *, progress: Progress | None = None) -> Verification:
+def verify(folder: str | Path, data: Any = None, *, progress: Progress | None = None) -> Verification:
     """Repeat every check on a run folder or a saved model: `passed`, and `checks` with values and tolerances.
+
+    data: labeled images to compare outputs on, which the folder keeps; None: those that it has, else noise, on which
+        int8 and fp8 may fail, as their ranges are those of images.
 
     Raises:
         ArtifactError, PlanError, WeightsError: there is no model in the folder, or a file of it is damaged.
         OutputError: a run is working in the folder.
     """
-    path, progress = user_path(folder), progress or SILENT
+    path, progress, images = user_path(folder), progress or SILENT, None
     with torch.autocast("cpu", enabled=False), claim_run(path, progress):  # as in `export`
-        return verify_folder(path, None, dense_folder_to_verify(path), progress)
+        if data is not None:
+            model = load_model(path)
+            source, count = as_images(data, create.image_size(model)), image_count(create.plan_of(model))
+            images = random_images(source, create.input_config(model), count, 0)
+        return verify_folder(path, images, dense_folder_to_verify(path), progress)
 
 
 def evaluate(
