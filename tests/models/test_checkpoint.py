@@ -284,6 +284,13 @@ def test_a_model_whose_name_timm_does_not_have_is_rejected(names: dict[str, str]
         plan_of(model)
 
 
+def test_a_model_with_classes_as_arguments_is_rejected() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, act_layer=nn.ReLU)
+    with pytest.raises(InputError, match=r"act_layer got <class .*ReLU'>, expected timm's name of it, as in 'relu'"):
+        plan_of(model)
+    plan_of(timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, act_layer="relu"))
+
+
 def test_a_model_of_no_family_is_named_where_its_arguments_are_unknown() -> None:
     with pytest.raises(UnsupportedModelError, match=r"ResNet"):
         plan_of(timm.create_model("resnet18", num_classes=3))

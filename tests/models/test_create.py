@@ -84,6 +84,7 @@ def test_arguments_that_timm_rejects(arch: str, args: dict) -> None:
         (ARCH, {**SMALL, "num_heads": 3}, "should be divisible by num_heads", "model.args"),
         (ARCH, {**SMALL, "num_heads": 0}, "ZeroDivisionError: .* in timm's `.*num_heads", "model.args"),
         (ARCH, {**SMALL, "act_layer": "nope"}, "KeyError: 'nope' in timm's `.*name", "model.args"),
+        (ARCH, {**SMALL, "act_layer": nn.ReLU}, "act_layer got <class .*ReLU'>, expected timm's name", "model.args"),
         ("pvt_v2_b0", {"depths": [1]}, "AssertionError in timm's `assert.*num_stages", "model.args"),
     ],
 )

@@ -174,8 +174,8 @@ def plan_of(model: nn.Module) -> Plan:
         name = arch if cfg.get("tag") == timm.get_pretrained_cfg(arch, False).tag else f"{arch}.{cfg.get('tag')}"
         default, args = timm.get_pretrained_cfg(name).to_dict(), timm.models.get_model_args(model)
         overlay = {key: cfg[key] for key in ("input_size", *NAMES) if cfg.get(key) != default.get(key)}
-        plan = Plan(name, args | ({OVERLAY: overlay} if overlay else {}))
-        built = build_on_meta(plan.arch, plan.arch_args)
+        args |= {OVERLAY: overlay} if overlay else {}
+        built, plan = build_on_meta(name, args), Plan(name, args)
     except (InputError, RuntimeError) as error:  # RuntimeError: of an architecture or a tag that timm lacks
         raise InputError(f"the arguments of this {arch} are unknown: {error}", hint=hint) from None
     if (changed := find_difference(model, built)) and find_difference(model, prepare_model(built)):
@@ -316,6 +316,8 @@ def check_arguments(arch: str, args: Mapping[str, object], place: str = "") -> N
         raise InputError(message, hint="see timm.list_models(), or install the package that registers the model")
     own = {key: value for key, value in args.items() if key not in inspect.signature(timm.create_model).parameters}
     problems = [f"model.args.{key}   {UNKNOWN_KEY}" for key in args if key not in {*own, OVERLAY}]
+    classes = [(key, own.pop(key)) for key in [*own] if callable(own[key])]  # which no plan can store
+    problems += [f"model.args.{key}   got {kind}, expected timm's name of it, as in 'relu'" for key, kind in classes]
     validate(_table(name), {"args": own, "overlay": args.get(OVERLAY)}, "model.args.", problems)
     if problems:
         wrong = "; ".join(" ".join(problem.split()) for problem in problems)
