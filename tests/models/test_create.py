@@ -8,6 +8,7 @@ import torch
 from contracts import build, contract, difference, every_variant, images, logits
 from safetensors.torch import save_file
 from timm.layers import resample_abs_pos_embed, resize_rel_pos_bias_table
+from torch import nn
 
 from vitcompress.errors import InputError, WeightsError
 from vitcompress.models.create import SkipOnMeta, create_model, create_on_meta, input_config, randomize_constants
