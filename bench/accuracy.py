@@ -93,9 +93,11 @@ def run(artifacts: Sequence[str], options: EvaluateOptions | None = None, progre
     # Those of run folders: in others, a file of this name may be anything.
     folders = [(run, run.benchmark.is_file() and run.plan.is_file()) for run in map(RunFolder.of, artifacts)]
     benches = [[*extra, *(read_benchmarks(run.benchmark) if known else ())] for run, known in folders]
-    classes, images = open_test(select_data(artifacts, options))
-    if skipped := getattr(images, "skipped", ()):
-        progress.note(describe_skipped(skipped))
+    data = open_test(select_data(artifacts, options))
+    if data.skipped:
+        progress.note(describe_skipped(data.skipped))
+    data = data.reorder(read_class_names(user_path(artifacts[0])))
+    classes, images = data.classes, data.test
     with ExitStack() as stack:
         runners = open_artifacts(artifacts, options.runner, None, stack)  # all, before any work
         remarks = [_prepare(runner, str(name), classes, options) for runner, (name, _) in runners.items()]
@@ -134,16 +136,21 @@ def _prepare(runner: Runner, artifact: str, classes: Sequence[str], options: Eva
     return " ".join(filter(None, (used, compare_classes(user_path(artifact), classes))))
 
 
+def read_class_names(artifact: Path) -> tuple[str, ...]:
+    """The class names of a run folder, or of an exported file; numbers or nothing if they are unknown."""
+    files, paths = RunFolder(artifact), exported_files(artifact, "model") if artifact.is_dir() else [artifact]
+    plan = read_plan(files.plan) if files.plan.is_file() else None
+    own = run_classes(files, create_on_meta(plan.arch, plan.arch_args)) if plan else None
+    return own or next(filter(None, (read_classes(path) for path in paths if usable_sidecar(path))), ())
+
+
 def compare_classes(artifact: Path, classes: Sequence[str]) -> str:
     """A remark if all classes of the data have other names than those of the artifact, which are then not comparable.
 
     Raises ArtifactError if only some names differ, or their number or order does, so that outputs and labels mean
     different classes.
     """
-    files, paths = RunFolder(artifact), exported_files(artifact, "model") if artifact.is_dir() else [artifact]
-    plan = read_plan(files.plan) if files.plan.is_file() else None
-    own = run_classes(files, create_on_meta(plan.arch, plan.arch_args)) if plan else None
-    own = own or next(filter(None, (read_classes(path) for path in paths if usable_sidecar(path))), ())
+    own = read_class_names(artifact)
     unnamed = own == tuple(map(str, range(len(classes))))  # or named by numbers, as those of the data then are, too
     if own in (tuple(classes), ()) or (unnamed and set(own) != set(classes)):
         return ""

@@ -74,7 +74,7 @@ def evaluate(path: Path, **options: Any) -> Any:
 
 def test_options_are_used(foreign: Path) -> None:
     """Equal to a count by hand in numpy; other values give another count."""
-    _, images = open_test(DataOptions())
+    images = open_test(DataOptions()).test
     pixels = np.stack([np.asarray(images[i][0], np.float32) / 255 for i in range(len(images))]).reshape(len(images), -1)
     labels = np.array([images[i][1] for i in range(len(images))])
     level = ((pixels - MEAN) / STD).mean(1, keepdims=True)

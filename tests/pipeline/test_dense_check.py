@@ -201,6 +201,33 @@ def test_other_class_names_are_not_those_of_the_dense_model() -> None:
         assert "label_names.3 is 'white' there, 'snow' here" in (result.get("error") or result["missing"][0])
 
 
+def rename_classes(*names: str) -> None:
+    """Rename the folders of the classes, in the order of the outputs of the weights."""
+    for split, (old, new) in product(("train", "val"), zip(NAMES, names, strict=True)):
+        Path("pictures", split, old).rename(Path("pictures", split, new))
+
+
+def test_the_data_has_the_order_of_the_classifier() -> None:
+    """Also in later commands on the run, and a model of another order is not compared with it."""
+    names = ("Zebra", "ant", "class10", "class9")  # as torchvision sorts them
+    rename_classes(*names)
+    assert check(*OPTIONS)["dense"]["correct"] < 40
+    (note,) = (note for note in run("--dry-run", *OPTIONS)["notes"] if "the weights name no classes" in note)
+    assert "ant, class9, class10, Zebra" in note and "Zebra, ant, class10, class9; pass --classes" in note
+    Path("names.txt").write_text("\n".join(names))
+    options = (*OPTIONS, "--classes", "names.txt")
+    assert check(*options)["dense"]["correct"] == 48
+    assert not any("the weights name" in note for note in run("--dry-run", *options)["notes"])
+    run(*options, "--expect", "99", "--out", "run", "--set", "finetune.epochs=5")
+    report = json.loads(Path("run/report.json").read_text())
+    assert report["model"]["classes"] == list(names) and report["accuracy"]["compressed"]["correct"] > 40
+    assert CliRunner().invoke(cli.main, ["export", "run", "--precision", "int8"]).exit_code == 0
+    vc.save_model(vc.load_model("run"), "other", classes=names[::-1])
+    done = CliRunner().invoke(cli.main, ["evaluate", "run", "run/model-int8.onnx", "--json", "--data", "pictures"])
+    assert [row["correct"] > 40 for row in json.loads(done.stdout)["rows"]] == [True, True], done.output
+    assert "in another order" in expect_error("evaluate", "run", "other", "--data", "pictures")
+
+
 def test_images_are_evaluated_in_batches_that_do_not_depend_on_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a training may be split into parts to fit into memory."""
     sizes, real = list[int](), training.EvalLoader

@@ -298,7 +298,7 @@ def int8(tiny: Path) -> tuple[Path, Path, dict[str, Any]]:
 
 def test_a_row_in_int8_has_the_accuracy_of_its_file(int8: tuple[Path, Path, dict[str, Any]]) -> None:
     _, folder, result = int8
-    images = open_test(DataOptions("digits"))[1]
+    images = open_test(DataOptions("digits")).test
     for run, row in zip(result["runs"], result["rows"], strict=True):
         path = folder / run["run"]
         model, file = load_model(path).eval(), path / "model.onnx"

@@ -118,10 +118,23 @@ def test_order_of_classes_does_not_depend_on_the_order_of_folders(tmp_path: Path
 
 def test_test_images_need_no_training_images(tmp_path: Path) -> None:
     root = image_folder(tmp_path, {"validation": {"a": 1, "b": 2}})
-    classes, test = open_test(DataOptions("imagefolder", str(root)))
-    assert classes == ("a", "b") and len(test) == 3
+    data = open_test(DataOptions("imagefolder", str(root)))
+    assert data.classes == ("a", "b") and len(data.test) == 3
     with pytest.raises(DataError, match="no folder train"):
         open_data(DataOptions("imagefolder", str(root)), seed=0)
+
+
+def test_reorder_numbers_the_classes_as_the_names(tmp_path: Path) -> None:
+    root = image_folder(tmp_path, {"train": {"a": 3, "B": 4, "c": 5}, "val": {"a": 1, "B": 2, "c": 3}})
+    data = open_data(DataOptions("imagefolder", str(root), heldout=0.3), seed=0)
+    other = data.reorder(("c", "a", "B"))
+    for one, two in ((data.train, other.train), (data.heldout, other.heldout), (data.test, other.test)):
+        assert len(one) == len(two) and [item[1] for item in two] == two.labels.tolist()
+        assert [data.classes[label] for label in one.labels] == [other.classes[label] for label in two.labels]
+        assert all(first[0] == second[0] for first, second in zip(one, two, strict=True))
+    assert other.classes == ("c", "a", "B") and other.digest != data.digest == other.reorder(data.classes).digest
+    for names in ((), data.classes, ("a", "B", "d"), ("a", "a", "B")):
+        assert data.reorder(names) is data
 
 
 def break_one(root: Path) -> None:

@@ -26,7 +26,7 @@ from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import save_tensors, tensors_digest
 from vitcompress.io.validation import check_record
 from vitcompress.models.checkpoint import load_model_files, read_plan, write_model
-from vitcompress.models.create import current_plan, input_config
+from vitcompress.models.create import class_names_of, current_plan, input_config
 from vitcompress.pipeline.dense import check_images, load_dense
 from vitcompress.pipeline.folder import dense_folder_of_run
 from vitcompress.pipeline.job import Job
@@ -112,7 +112,7 @@ class Calibration:
                 raise InputError(message, hint="export a folder with a recipe.toml, or pass data to vitcompress.export")
             recipe = load_recipe_of_run(self.files.recipe)
             try:
-                data = open_data(recipe.data, recipe.run.seed)
+                data = open_data(recipe.data, recipe.run.seed).reorder(class_names_of(self.model))
                 check_images(dense_folder_of_run(self.files.path), data)
             except InputError as error:
                 hint = "export where the images of the run are, or pass data to vitcompress.export in Python"

@@ -30,7 +30,7 @@ from vitcompress.pipeline.folder import dense_folder
 from vitcompress.plan import Plan
 from vitcompress.recipe.schema import Recipe
 from vitcompress.training.data import Splits, class_count
-from vitcompress.training.datasets import describe_skipped
+from vitcompress.training.datasets import describe_skipped, few
 from vitcompress.training.distributed import Runtime
 from vitcompress.training.losses import FEATURES
 from vitcompress.training.options import BUILT_IN, DataOptions, TrainOptions
@@ -132,7 +132,8 @@ class JobStep:
 class Job:
     """One run of one recipe, which has the `options` applied.
 
-    data: None if no images are needed or available. resolved: the arguments of the dense model and their sources.
+    data: classes are in the order of the classifier; None if no images are needed or available.
+    resolved: the arguments of the dense model and their sources.
     weights_problem: why the weights cannot be used; `resolved` is then without them.
     base: the plan of the dense model. blank: the dense model on torch's meta device, without weights.
     pruned, structure: model and plan after all steps, without data or scoring.
@@ -214,6 +215,10 @@ class Job:
             yield f"The weights are {name}; use this name with --weights to get the same again."
         if skipped := () if self.data is None else self.data.skipped:
             yield describe_skipped(skipped)
+        names = [] if self.data is None or self.resolved.class_names else [*self.data.classes]
+        if self.recipe.model.weights not in NOT_FILES and names != sorted(names):
+            order = f"the weights name no classes, so that the data has timm's order: {few(names)}"
+            yield f"{order}. torchvision's is {few(sorted(names))}; pass --classes with that of the weights."
         if self.trainings and self.recipe.model.args.get("drop_path_rate"):
             yield "model.args.drop_path_rate has no effect: drop_path of [dense] and [finetune] is the rate."
         for table in ("dense", "finetune") if self.trainings else ():
@@ -272,7 +277,7 @@ def create_job(recipe: Recipe, options: RunOptions, runtime: Runtime, progress: 
         options=options,
         runtime=runtime,
         progress=progress,
-        data=data,
+        data=data and data.reorder(resolved.class_names),
         resolved=resolved,
         weights_problem=problem,
         base=base,
@@ -297,11 +302,6 @@ def _resolve(recipe: Recipe, options: RunOptions, data: Splits | None) -> tuple[
         dense = RunFolder(dense_folder(recipe, options.folder(recipe))).plan
         plan = read_plan(dense) if dense.is_file() and not options.fresh else Plan(table.name, table.args)
         return resolve_model(plan.arch, plan.arch_args, **user), problem
-    names = resolved.class_names
-    if data is not None and set(data.classes) == set(names) and data.classes != names:
-        first, expected = next(pair for pair in zip(data.classes, names, strict=True) if pair[0] != pair[1])
-        message = f"the data has {first!r} where the classifier has {expected!r}: the same classes in another order"
-        raise InputError(message, hint="name the folders in the classifier's order")
     return resolved, None
 
 

@@ -4,6 +4,7 @@ A data set is checked when it is opened, before any training.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -42,6 +43,15 @@ class Splits:
     def digest(self) -> str:
         """The `images_digest` of training and held-out images."""
         return images_digest(self.classes, self.train, self.heldout)
+
+    def reorder(self, names: Sequence[str]) -> "Splits":
+        """The same images with the classes in the order of `names`, if these are their names; else as they are."""
+        if names == self.classes or sorted(names) != sorted(self.classes):
+            return self
+        places = {name: number for number, name in enumerate(names)}
+        numbers = np.array([places[name] for name in self.classes])
+        parts = (Views(part, range(len(part)), classes=numbers) for part in (self.train, self.heldout, self.test))
+        return replace(self, classes=tuple(names), **dict(zip(("train", "heldout", "test"), parts, strict=True)))
 
     def hold_out(self, share: float, seed: int) -> "Splits":
         """Move a share of the training images to the held-out ones: of each class at least one, never its last."""
@@ -87,15 +97,15 @@ def class_count(options: DataOptions) -> int | None:
     return len(class_names(folder)) or None if is_folder else None
 
 
-def open_test(options: DataOptions) -> tuple[tuple[str, ...], Images]:
-    """The class names, and the test images alone; a folder needs no training images. Raises DataError."""
+def open_test(options: DataOptions) -> Splits:
+    """At least the test images; a folder needs no others. Raises DataError."""
     if options.source != "imagefolder":
-        data = _open(options)
-        return data.classes, data.test
+        return _open(options)
     folder = _split_folder(options, "test")
     classes = class_names(folder)
     check_classes(str(folder), classes, None)
-    return classes, FolderImages(folder, classes, skip_broken=options.broken == "skip")
+    images = FolderImages(folder, classes, skip_broken=options.broken == "skip")
+    return Splits(str(folder), classes, test=images, skipped=images.skipped)
 
 
 def subset(dataset: Images, count: int, seed: int, *, per_class: bool = True) -> Images:
