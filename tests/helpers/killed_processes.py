@@ -62,8 +62,8 @@ def scoring(folder: Path, runtime: Runtime) -> None:
 
 # Work -> case -> which processes die, before which call of what.
 CASES: dict[Callable[[Path, Runtime], None], dict[str, tuple[tuple[int, ...], str, int]]] = {
-    training: {"one": ((1,), STEP, 14), "both": (BOTH, STEP, 20), "writing": ((0,), WRITTEN, 7)},
-    exploration: {"one": ((1,), STEP, 10), "writing": ((0,), WRITTEN, 7)},
+    training: {"one": ((1,), STEP, 14), "both": (BOTH, STEP, 20), "writing": ((0,), WRITTEN, 3)},
+    exploration: {"one": ((1,), STEP, 10), "writing": ((0,), WRITTEN, 3)},
     scoring: {"writing": ((0,), WRITTEN, 3)},
 }
 

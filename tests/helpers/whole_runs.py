@@ -84,16 +84,17 @@ EPS = 2.0**-24  # float32 rounding
 # Two float32 computations of a logit: sums of at most 64 terms, about 10 in sequence in each of 3 blocks, each of which
 # may double the error of its input.
 LOGITS = EPS * 64 * 10 * 3 * 8
-# The file or folder that is about to appear when the process is killed, in the order of a run.
+AGAIN = "again "  # before a pattern: the file exists already
+# The file that is about to be moved into place when the process is killed, in the order of a run.
 MOMENTS = (
-    "dense-*/state/state-000002-*",
+    f"{AGAIN}dense-*/state/state.safetensors",
     "dense-*/plan.json",
     "run/state/step-0-hetdpt/te_activation_02.json",
-    "run/state/step-0-hetdpt/attention_01/state-*",
+    "run/state/step-0-hetdpt/attention_01/state.safetensors",
     "run/state/step-0-hetdpt/interleaved_02.json",
-    "run/state/step-0-hetdpt/search/state-000002-*",
+    f"{AGAIN}run/state/step-0-hetdpt/search/state.safetensors",
     "run/state/step-0-hetdpt/search.json",
-    "run/state/recovery/state-000002-*",
+    f"{AGAIN}run/state/recovery/state.safetensors",
     "run/state/unfolded_plan.json",
     "run/plan.json",
     "run/model.onnx.json",
@@ -105,7 +106,7 @@ MOMENTS = (
 STARTS: tuple[tuple[int | None, str | None], ...] = (
     (500, None),
     (70_000, None),
-    (None, "run/state/recovery/state-000002-*"),
+    (None, f"{AGAIN}run/state/recovery/state.safetensors"),
     (50_000, None),
     (None, None),
 )
@@ -187,10 +188,11 @@ def forked(work: Any, *args: Any) -> int:
 
 
 def until(folder: Path, moment: str) -> None:
-    """Run, and kill the process just before a file or folder that matches `moment` is renamed into place."""
+    """Run, and kill the process just before a file that matches `moment` is moved into place."""
 
     def watch(event: str, args: tuple[Any, ...]) -> None:
-        if event == "os.rename" and fnmatch.fnmatch(str(args[1]), f"{folder}/{moment}"):
+        moved = event == "os.rename" and fnmatch.fnmatch(str(args[1]), f"{folder}/{moment.removeprefix(AGAIN)}")
+        if moved and (Path(args[1]).exists() or not moment.startswith(AGAIN)):
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(watch)

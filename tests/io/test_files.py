@@ -32,7 +32,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     for save in (
         lambda: write_json(below / "a.json", {}),
         lambda: save_tensors(below / "a.safetensors", {"a": torch.zeros(1)}),
-        lambda: save_state(below, 1, {"a": torch.zeros(1)}, {}),
+        lambda: save_state(below, {"a": torch.zeros(1)}, {}),
         lambda: write_model(below, build("plain"), contract("plain").plan),
     ):
         with pytest.raises(OutputError, match="cannot be written: Not a directory") as caught:
@@ -47,11 +47,11 @@ def test_files_have_the_permissions_of_the_umask(tmp_path: Path) -> None:
     try:
         save_tensors(tmp_path / "a.safetensors", {"a": torch.zeros(1)})
         write_json(tmp_path / "a.json", {})
-        save_state(tmp_path / "state", 1, {"a": torch.zeros(1)}, {})
+        save_state(tmp_path / "state", {"a": torch.zeros(1)}, {})
     finally:
         os.umask(before)
     modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()}
-    assert set(modes) == {"a.safetensors", "a.json", "tensors.safetensors", "data.json"}
+    assert set(modes) == {"a.safetensors", "a.json", "state.safetensors"}
     assert set(modes.values()) == {0o640}
 
 
@@ -86,7 +86,7 @@ def run_forked(work: Callable[[], int]) -> int:
 def test_a_limit_in_the_middle_of_a_file(tmp_path: Path) -> None:
     """The kernel limits the file size, like a full disk: old files stay, partial files are removed."""
     big = {"a": torch.zeros(100_000)}
-    save_state(tmp_path / "state", 1, {"a": torch.ones(3)}, {"was": "here"})
+    save_state(tmp_path / "state", {"a": torch.ones(3)}, {"was": "here"})
 
     def limited() -> int:
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
@@ -94,7 +94,7 @@ def test_a_limit_in_the_middle_of_a_file(tmp_path: Path) -> None:
         for save in (
             lambda: save_tensors(tmp_path / "new.safetensors", big),
             lambda: write_text(tmp_path / "new.txt", "x" * 99_999),
-            lambda: save_state(tmp_path / "state", 2, big, {}),
+            lambda: save_state(tmp_path / "state", big, {}),
         ):
             try:
                 save()
@@ -106,7 +106,7 @@ def test_a_limit_in_the_middle_of_a_file(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
     state = load_state(tmp_path / "state")
     assert state is not None
-    assert (state.epoch, state.data) == (1, {"was": "here"})
+    assert state.data == {"was": "here"}
     assert len(list((tmp_path / "state").iterdir())) == 1
 
 
@@ -174,11 +174,11 @@ def test_the_last_state_is_loaded(tmp_path: Path) -> None:
     other = tmp_path / "state-machine" / "notes.txt"  # of the user: `vc.finetune` takes any folder
     other.parent.mkdir()
     other.touch()
-    for epoch, value in ((1, 10.0), (2, 20.0), (2, 21.0), (12, 30.0), (3, 40.0)):
-        save_state(tmp_path, epoch, {"a": torch.tensor(value)}, {"value": value})
+    for value in (10.0, 20.0, 21.0):
+        save_state(tmp_path, {"a": torch.tensor(value)}, {"value": value})
         state = load_state(tmp_path)
         assert state is not None
-        assert (state.epoch, float(state.tensors["a"]), state.data) == (epoch, value, {"value": value})
+        assert (float(state.tensors["a"]), state.data) == (value, {"value": value})
         assert len(list(tmp_path.iterdir())) == 2 and other.exists()
 
 
@@ -186,7 +186,7 @@ WATCHED = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmt
 
 
 def save_until(folder: Path, stop: int) -> int:
-    """Save epoch 2 and kill the process before its file operation number `stop`. Returns their number."""
+    """Save value 2 and kill the process before its file operation number `stop`. Returns their number."""
     steps = 0
 
     def hook(event: str, args: tuple) -> None:
@@ -197,18 +197,17 @@ def save_until(folder: Path, stop: int) -> int:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)  # cannot be removed: call this in a child process
-    save_state(folder, 2, {"a": torch.full((50,), 2.0)}, {"value": 2})
+    save_state(folder, {"a": torch.full((50,), 2.0)}, {"value": 2})
     return steps
 
 
-@pytest.mark.parametrize("epoch", [1, 2])
-def test_a_save_that_is_killed_leaves_one_complete_state(epoch: int, tmp_path: Path) -> None:
-    """Killed before the 1st, 2nd, ... file operation; also if the same epoch is saved again."""
+def test_a_save_that_is_killed_leaves_one_complete_state(tmp_path: Path) -> None:
+    """Killed before the 1st, 2nd, ... file operation."""
     start = tmp_path / "start"
-    save_state(start, epoch, {"a": torch.full((50,), 1.0)}, {"value": 1})
+    save_state(start, {"a": torch.full((50,), 1.0)}, {"value": 1})
     whole = shutil.copytree(start, tmp_path / "whole")
     total = run_forked(lambda: save_until(whole, 0))
-    assert 6 <= total < 255
+    assert 5 <= total < 255
     seen = []
     for stop in range(1, total + 1):
         folder = shutil.copytree(start, tmp_path / f"killed-{stop}")
@@ -218,7 +217,6 @@ def test_a_save_that_is_killed_leaves_one_complete_state(epoch: int, tmp_path: P
         assert len(list(folder.iterdir())) == 1, "loading removes leftovers"
         seen.append(state.data["value"])
         assert torch.equal(state.tensors["a"], torch.full((50,), float(seen[-1])))
-        assert state.epoch == (2 if seen[-1] == 2 else epoch)
     assert seen == sorted(seen), "the old state until one operation, the new one after it"
     assert set(seen) == {1, 2}
 

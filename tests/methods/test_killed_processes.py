@@ -34,11 +34,11 @@ def test_killed_and_started_again_is_never_killed(folder: Path, work: str, case:
     whole, resumed = folder / work / "whole", folder / work / case
     begun = (folder / work / f"{case}.txt").read_text()
     assert ENDS[work] not in begun, "killed too late"
-    assert ("state-0" in begun) if work != "scoring" else (".json" in begun), "killed before anything was reached"
+    assert ("state.safetensors" if work != "scoring" else ".json") in begun, "killed before anything was reached"
     names = [path.relative_to(whole) for path in whole.rglob("*") if path.suffix in (".json", ".safetensors")]
     assert {str(name) for name in names} >= {ENDS[work]}
     for name in names:
-        if name.name == "data.json":  # with seconds
+        if name.name == "state.safetensors":  # with seconds
             continue
         if name.suffix == ".safetensors":
             first, second = load_tensors(whole / name), load_tensors(resumed / name)

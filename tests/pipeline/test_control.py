@@ -37,7 +37,7 @@ class Stopping(world.RecordedProgress):
         self.states = RunFolder(RunFolder(folder).control).state
 
     def update(self, label: str, done: int, total: int, text: str = "") -> None:
-        if [*self.states.glob("state-*")]:
+        if (self.states / "state.safetensors").exists():
             raise KeyboardInterrupt
 
 

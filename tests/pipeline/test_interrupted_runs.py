@@ -17,6 +17,7 @@ from vitcompress.errors import OutputError
 from vitcompress.io.files import read_json
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.tensors import load_tensors
+from vitcompress.io.training_state import load_state
 from vitcompress.models.checkpoint import load_model
 from vitcompress.models.create import create_model
 from vitcompress.pipeline.job import RunOptions
@@ -40,9 +41,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_killed_many_times_equals_one_that_was_not(runs: Path) -> None:
     whole, resumed = runs / "whole", runs / "killed"
     compared = [path.relative_to(whole) for path in sorted(whole.rglob("*")) if path.is_file()]
-    compared = [path for path in compared if path.name != "data.json" and "tensorboard" not in path.parts]  # seconds
+    compared = [path for path in compared if "tensorboard" not in path.parts]
     timed = {"log.jsonl", "warnings.log", "bench.json", "report.json", "report.md", "verify.json"}
-    timed |= {"manifest.json", "report.html"}
+    timed |= {"manifest.json", "report.html", "state.safetensors"}
     compared = [path for path in compared if path.name not in timed]
     for path in compared:
         assert (whole / path).read_bytes() == (resumed / path).read_bytes(), path
@@ -75,13 +76,15 @@ def test_ctrl_c_in_the_middle_and_the_same_command_continues(tmp_path: Path) -> 
     process = subprocess.Popen(
         words, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    wait_for(tmp_path, "dense-*/state/state-*", process)
+    wait_for(tmp_path, "dense-*/state/state.safetensors", process)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate()
     assert process.returncode == 130 and out == ""
     assert err.splitlines()[-1] == "stopped; the same command continues" and "Traceback" not in err
-    (state,) = tmp_path.glob("dense-*/state/state-*")
-    reached = int(state.name[-6:])
+    (file,) = tmp_path.glob("dense-*/state/state.safetensors")
+    state = load_state(file.parent)
+    assert state is not None
+    reached = state.data["history"][-1]["epoch"]
     sets = ("dense.epochs=100000", "export.formats=[]")
     progress = StopAtFirstUpdate()
     with pytest.raises(KeyboardInterrupt):
@@ -130,7 +133,7 @@ def test_files_that_cannot_be_written_are_reported_and_the_run_continues(runs: P
     messages = [(folder / f"{number}.txt").read_text() for number in (0, 1, 3, 4)]
     places = [text.removesuffix(" cannot be written: File too large").removeprefix(str(folder)) for text in messages]
     (dense,) = folder.glob("dense-*")
-    assert places == ["/run/recipe.toml", f"/{dense.name}/state", "/run/dense.onnx", "done"]
+    assert places == ["/run/recipe.toml", f"/{dense.name}/state/state.safetensors", "/run/dense.onnx", "done"]
     whole = runs / "whole" / "run"
     for name in ("model.safetensors", "plan.json"):
         assert (folder / "run" / name).read_bytes() == (whole / name).read_bytes()

@@ -231,7 +231,7 @@ def test_ctrl_c_stops_all_processes_of_a_study(
     words += ["--set", "epochs=200000", "--set", "base.dense.epochs=100000"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(words, env=ENVIRONMENT, start_new_session=True, **pipes)
-    while not any(tmp_path.glob("s/*/state/state-*")) and process.poll() is None:
+    while not any(tmp_path.glob("s/*/state/state.safetensors")) and process.poll() is None:
         time.sleep(0.005)
     workers = children(process.pid, "spawn_main")
     send(process.pid, signal.SIGINT)

@@ -288,10 +288,10 @@ def test_a_manifest_that_another_process_replaces_while_it_is_read_is_intact(
 
 
 def test_a_hidden_folder_has_no_entries(run: Path) -> None:
-    """A state of training is written to one, which a process that is killed leaves behind and the next one removes."""
-    hidden = run / "state" / "recovery" / ".state-000002.part"
+    """An export is written to one, which a process that is killed leaves behind and the next one removes."""
+    hidden = run / ".model.onnx.0.part"
     (hidden / "inner").mkdir(parents=True)
-    (hidden / "inner" / "tensors.safetensors").touch()
+    (hidden / "inner" / "model.onnx").touch()
     with record_changes(run):
         write_json(run / "bench.json", [])
     shutil.rmtree(hidden)

@@ -116,7 +116,7 @@ def _epoch(learner: Learner, number: int) -> EpochRecord:
         data |= {"finished": True, "numbers": {}, "scaler": {}}
         job.module.load_state_dict(learner.best)
     if job.at.runtime.is_main:
-        save_state(job.at.folder, number, tensors, data)
+        save_state(job.at.folder, tensors, data)
     return record
 
 
