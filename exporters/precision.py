@@ -9,7 +9,7 @@ An attention core is q k^T, softmax, and the product with v, in fp32 as a whole,
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,14 +41,17 @@ def convert_precision(model: nn.Module, precision: str, islands: Sequence[str] =
         return copy
     names, classifier = expand_layers(copy, islands), set(classifier_layers(copy))
     _narrow(copy, HALF[precision], [name for name in names if not name.endswith(SOFTMAX)])
-    # before any is wrapped: an attention may contain a norm, as the q_norm of a ViT
-    modules = {name: copy.get_submodule(name.removesuffix(SOFTMAX)) for name in names}
-    for name, module in modules.items():
+    for name in names:
+        module = copy.get_submodule(name.removesuffix(SOFTMAX))
         if name.endswith(SOFTMAX):
-            copy.set_submodule(name.removesuffix(SOFTMAX), WideSoftmax(module))
+            module.register_forward_pre_hook(_enter_wide_cores, prepend=True)
+            module.register_forward_hook(_leave_wide_cores, always_call=True)
         else:
             _widen(module, HALF[precision], is_classifier=name in classifier)
-    return Float32Io(copy, HALF[precision]).eval()
+    copy.register_buffer("input_type", torch.zeros((), dtype=HALF[precision]), persistent=False)  # follows .double()
+    copy.register_forward_pre_hook(lambda module, args: (args[0].to(module.input_type.dtype),), prepend=True)
+    copy.register_forward_hook(lambda module, args, out: _to_fp32(out))
+    return copy
 
 
 def expand_layers(model: nn.Module, islands: Iterable[str]) -> tuple[str, ...]:
@@ -141,35 +144,9 @@ def _from_fp32(value: Any, low: torch.dtype) -> Any:
     return value.to(low) if isinstance(value, Tensor) and value.dtype == torch.float32 else value
 
 
-class Float32Io(nn.Module):
-    """A model in half precision with float32 inputs and outputs."""
-
-    kind: Tensor
-
-    def __init__(self, model: nn.Module, low: torch.dtype) -> None:
-        super().__init__()
-        self.model = model
-        self.register_buffer("kind", torch.zeros((), dtype=low), persistent=False)  # follows .double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: images, (batch, channels, height, width) -> logits, (batch, classes)."""
-        return cast(Tensor, _to_fp32(self.model(x.to(self.kind.dtype))))
-
-
-class WideSoftmax(nn.Module):
-    """An attention in half precision whose core computes in fp32."""
-
-    def __init__(self, attention: nn.Module) -> None:
-        super().__init__()
-        self.attention = attention
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Inputs and outputs are those of the attention."""
-        with _WideCores():
-            return cast(Tensor, self.attention(x, *args, **kwargs))
-
-
 class _WideCores(TorchFunctionMode):
+    """While active, the cores of attentions in half precision compute in fp32."""
+
     PRODUCTS = frozenset({Tensor.matmul, Tensor.__matmul__, torch.matmul})  # of attentions without a fused core (Swin)
     CORES = PRODUCTS | {F.scaled_dot_product_attention, Tensor.softmax, torch.softmax, F.softmax}
 
@@ -180,3 +157,14 @@ class _WideCores(TorchFunctionMode):
         if func not in self.PRODUCTS:
             return wide.to(args[0].dtype)
         return wide if args[0].dtype == args[1].dtype else wide.to(args[1].dtype)  # scores stay in fp32
+
+
+_WIDE_CORES = _WideCores()
+
+
+def _enter_wide_cores(attention: nn.Module, args: Any) -> None:
+    _WIDE_CORES.__enter__()  # type: ignore[no-untyped-call]
+
+
+def _leave_wide_cores(attention: nn.Module, args: Any, out: Any) -> None:
+    _WIDE_CORES.__exit__(None, None, None)  # type: ignore[no-untyped-call]

@@ -1,15 +1,16 @@
 """Images as bytes, (batch, height, width, channels): a model that normalizes them itself."""
 
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vitcompress.exporters.precision import Float32Io, WideSoftmax, convert_precision, in_fp32
+from vitcompress.exporters.precision import convert_precision, in_fp32
 from vitcompress.families import family_of
 from vitcompress.models.create import InputConfig
 
 LARGEST = 255
+FACTOR, OFFSET = "byte_factor", "byte_offset"  # buffers of a model that takes bytes
 
 
 def build_deployed(
@@ -21,26 +22,19 @@ def build_deployed(
     type, (batch, height, width, channels).
     """
     model = convert_precision(family_of(model).at_size(in_fp32(model), *input.size[1:]), precision, islands)
-    return ByteInput(model, input).eval() if uint8 else model
-
-
-class ByteInput(nn.Module):
-    """A model that takes bytes, and normalizes them in float32 as `input` states."""
-
-    factor: Tensor
-    offset: Tensor
-
-    def __init__(self, model: nn.Module, input: InputConfig) -> None:
-        super().__init__()
-        self.model = model
+    if uint8:
         mean, std = _statistics(input).float()
-        self.register_buffer("factor", 1 / (LARGEST * std), persistent=False)
-        self.register_buffer("offset", mean / std, persistent=False)
+        model.register_buffer(FACTOR, 1 / (LARGEST * std), persistent=False)
+        model.register_buffer(OFFSET, mean / std, persistent=False)
+        model.register_forward_pre_hook(_normalize, prepend=True)
+    return model
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: (batch, height, width, channels), 0 to 255 -> logits, (batch, classes)."""
-        images = x.to(self.factor.dtype).permute(0, 3, 1, 2)  # TensorRT supports no operation on bytes but a cast
-        return cast(Tensor, self.model(images * self.factor - self.offset))
+
+def _normalize(model: Any, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+    """Numbers from 0 to 255, (batch, height, width, channels), as the normalized images that `model` computes with."""
+    factor, offset = model.get_buffer(FACTOR), model.get_buffer(OFFSET)
+    images = args[0].to(factor.dtype).permute(0, 3, 1, 2)  # TensorRT supports no operation on bytes but a cast
+    return (images * factor - offset,)
 
 
 def to_bytes(images: Tensor, input: InputConfig) -> Tensor:
@@ -64,10 +58,5 @@ def _statistics(input: InputConfig, device: torch.device | None = None) -> Tenso
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers of a module from `build_deployed`, without scalars, by their names in the model."""
-    while isinstance(module, (ByteInput, Float32Io)):
-        module = module.model
     tensors = dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)))
-    for attention in [name for name, part in module.named_modules() if isinstance(part, WideSoftmax)]:
-        inner = f"{attention}.attention."
-        tensors = {n.replace(inner, f"{attention}.") if n.startswith(inner) else n: t for n, t in tensors.items()}
-    return {name: tensor for name, tensor in tensors.items() if tensor.dim()}
+    return {name: tensor for name, tensor in tensors.items() if tensor.dim() and name not in (FACTOR, OFFSET)}

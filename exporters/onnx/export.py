@@ -287,14 +287,13 @@ def _name_products(graph: Any, tensors: dict[str, Tensor]) -> None:
     counts = Counter[str]()
     for node in [node for node in graph if node.op_type in ("Gemm", "MatMul", "Add")]:
         scopes = literal_eval(node.metadata_props.get("pkg.torch.onnx.name_scopes", "['', '']"))
-        path = scopes[-2].removeprefix("model.")  # of a wrapper that takes bytes or half precision
+        path = scopes[-2]
         if node.op_type != "Add" and node.inputs[1].const_value is None:
             node.name = f"{path}{CORE}{counts[path]}"
             counts[path] += 1
         stored = [(n, v) for n, v in enumerate(node.inputs) if v is not None and v.const_value is not None]
         for index, value in stored:
-            name = value.name.removeprefix("model.")
-            if not is_within(name, [path]):
+            if not is_within(value.name, [path]):
                 values = value.const_value.numpy().astype(np.float32)
                 unused = (n for n in tensors if is_within(n, [path]) and n not in graph.initializers)
                 own = ((n, tensors[n].detach().float().numpy()) for n in unused)
@@ -303,7 +302,7 @@ def _name_products(graph: Any, tensors: dict[str, Tensor]) -> None:
                     value = onnx_ir.Value(name=name, shape=value.shape, type=value.type, const_value=value.const_value)
                     graph.register_initializer(value)
                     node.replace_input_with(index, value)
-            value.name = name
+                value.name = name
 
 
 def _write_checked(path: Path, write: Callable[[Path], object]) -> tuple[str, ...]:

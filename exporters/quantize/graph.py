@@ -190,8 +190,7 @@ def _use_unsigned_inputs(model: Any) -> None:
 def _store_in_half(model: Any, names: Collection[str]) -> None:
     """Store tensors in fp16, from which the graph computes fp32; those beyond its range stay as they are."""
     for tensor in model.graph.initializer:
-        own = (name := tensor.name).removeprefix("model.")  # with uint8 the model is inside another
-        if own in names and np.abs(values := numpy_helper.to_array(tensor)).max() <= HALF_RANGE:
+        if (name := tensor.name) in names and np.abs(values := numpy_helper.to_array(tensor)).max() <= HALF_RANGE:
             tensor.CopyFrom(numpy_helper.from_array(values.astype(np.float16), f"{name}.half"))
             cast = onnx.helper.make_node("Cast", [tensor.name], [name], f"{name}.cast", to=onnx.TensorProto.FLOAT)
             model.graph.node.insert(0, cast)

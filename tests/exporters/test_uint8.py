@@ -69,7 +69,9 @@ def test_a_file_in_half_precision_gets_images_that_were_normalized_in_fp32(varia
     model, input = sized(variant)
     received = list[Tensor]()
     module: Any = build_deployed(model, input, precision, uint8=True)
-    module.model.register_forward_pre_hook(lambda _, args: received.append(args[0]))
+    *_, narrow = module._forward_pre_hooks  # comes after the one that normalizes
+    module.register_forward_pre_hook(lambda _, args: received.append(args[0]))
+    module._forward_pre_hooks.move_to_end(narrow)
     pixels = some_bytes(input.size)
     outputs = module(pixels)
     assert received[0].dtype == torch.float32
