@@ -120,7 +120,8 @@ def compare(runners: Sequence[Runner], options: BenchOptions, progress: Progress
     rows, ratios, conditions = list[records.BenchRow](), list[records.RatioRecord](), list[records.Conditions]()
     disturbed, unfair, noisy, notes = list[str](), list[str](), list[str](), list[str]()
     for protocol in options.protocols():
-        targets = [_target(runner, protocol.batch) for runner in runners]
+        calls = [(runner, runner.bind(synthetic_images(runner.input_size, protocol.batch))) for runner in runners]
+        targets = [timing.Target(runner.name, call, runner.synchronize, call.timed) for runner, call in calls]
         with environment.monitor([cast(records.RunnerRecord, runner.describe()) for runner in runners]) as monitor:
             samples = timing.measure(targets, protocol, progress, monitor.joules)
         new = [_row(*one, protocol, monitor) for one in zip(runners, samples, targets, strict=True)]
@@ -138,11 +139,6 @@ def compare(runners: Sequence[Runner], options: BenchOptions, progress: Progress
     distinct = {name: tuple(dict.fromkeys(texts)) for name, texts in sentences.items()}
     machine: records.MachineRecord = {**environment.facts(), "conditions": conditions}
     return Bench(tuple(rows), tuple(ratios), machine, fail_under=options.fail_under, **distinct)
-
-
-def _target(runner: Runner, batch: int) -> timing.Target:
-    step = runner.bind(synthetic_images(runner.input_size, batch))
-    return timing.Target(runner.name, step, runner.synchronize, getattr(step, "timed", None))
 
 
 def _row(

@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 
 from vitcompress.bench.report.records import LatencyRecord, RatioRecord, SpeedVerdict
+from vitcompress.exporters.calls import Timed
 from vitcompress.io.progress import SILENT, Progress
 
 ROUNDS = 20  # blocks per target; the interval of a ratio is computed from them
@@ -65,7 +66,7 @@ class Target:
     name: str
     step: Callable[[], object]
     synchronize: Callable[[], None] = lambda: None
-    timed: Callable[[int], tuple[list[float], float]] | None = None
+    timed: Timed | None = None
 
 
 @dataclass

@@ -10,12 +10,17 @@ from torch import Tensor
 
 from vitcompress.errors import VitcompressError
 
+Timed = Callable[[int], tuple[list[float], float]]  # number of runs -> milliseconds of each, and of all together
+
 
 class BoundCall:
-    """A forward pass as a call; some time themselves with `timed`.
+    """A forward pass as a call.
 
     step: runs it. values: what must exist as long as the call, as tensors do, although `step` does not reference it.
+    timed: runs it several times and times that itself, as `QueuedCall.timed`; None if it cannot.
     """
+
+    timed: Timed | None = None
 
     def __init__(self, step: Callable[[], object], *values: object) -> None:
         self.step, self._values = step, values

@@ -61,10 +61,13 @@ class EngineRunner(Runner):
         self._put(0, images)
         return self._process.logits(0)
 
-    def _bind(self, images: Tensor) -> "BoundEngine":
+    def _bind(self, images: Tensor) -> BoundCall:
         slot = next(self._slots)
         self._put(slot, images)
-        return BoundEngine(self._process, slot)
+        timed = partial(self._process.timed, slot)
+        call = BoundCall(partial(timed, 1))
+        call.timed = timed  # in the process of the engine
+        return call
 
     def _put(self, slot: int, images: Tensor) -> None:
         check_batch(self.name, self.facts["batch"], len(images))
@@ -92,14 +95,6 @@ class EngineRunner(Runner):
     def close(self) -> None:
         super().close()
         self._process.close()
-
-
-class BoundEngine(BoundCall):
-    """One pass over images on the GPU. `timed` runs in the process of the engine."""
-
-    def __init__(self, process: EngineProcess, slot: int) -> None:
-        self.slot, self.timed = slot, partial(process.timed, slot)
-        super().__init__(partial(self.timed, 1))
 
 
 def read_trusted_sidecar(path: Path, *, trust: bool) -> dict[str, Any]:

@@ -297,7 +297,7 @@ def test_an_engine_runs_and_is_timed(cuda_graph: bool, transfers: bool, engine: 
             assert (got - expected[:batch]).abs().max() <= 2.0**-5 * expected.abs().max()
         with pytest.raises(InputError, match="takes batches of 1 to 4, got 5"):
             runner(images.repeat(2, 1, 1, 1)[:5])
-        times, wall = runner.bind(images).timed(10)  # type: ignore[attr-defined]
+        times, wall = runner.bind(images).timed(10)  # type: ignore[misc]
         assert len(times) == 10 and min(times) > 0 and wall >= sum(times) * 0.5
         assert (runner.describe()["cuda_graph"], runner.describe()["transfers"]) == (cuda_graph, transfers)
     finally:
