@@ -13,8 +13,6 @@ from vitcompress.plan import Plan
 
 FAR_BELOW = 10.0  # points
 LEGEND = 2.4  # inches, without its marks
-TICKS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1, 1.5, 2, 3, 4, 5, 7, 10)
-FINE_TICKS = tuple(tick / 20 for tick in range(1, 61))  # where fewer than three of the others are on the axis
 Row = Mapping[str, Any]  # a row of a study, see pipeline.study.results
 
 
@@ -94,6 +92,8 @@ def accuracy_figure(study: Row) -> Any:
     Methods are strong lines through their budgets; the curves that they are compared with have their color and hollow
     marks. Rows far below the rest are named at the lower edge.
     """
+    from matplotlib.ticker import MaxNLocator, NullLocator  # a logarithmic axis of less than a decade has few ticks
+
     seeds: dict[str, list[float]] = {}  # top-1 of every seed of a row, percent
     for run in study["runs"]:
         seeds.setdefault(run["row"], []).append(100 * run["correct"] / run["total"])
@@ -110,11 +110,7 @@ def accuracy_figure(study: Row) -> Any:
             axes.errorbar([row[key] for row in curve], means, yerr=ends, capsize=2, elinewidth=0.7, **style)
         axes.axhline(100 * study["dense"]["top1_mean"], color="gray", ls=":", lw=1, label="dense")
         axes.set(xlabel=label, ylabel="top-1 on the test images, %", xscale="log")
-        costs = [1.0, *(row[key] for row in rows)]
-        coarse, fine = ([tick for tick in of if min(costs) <= tick <= max(costs)] for of in (TICKS, FINE_TICKS))
-        ticks = coarse if len(coarse) > 2 else fine
-        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        axes.minorticks_off()
+        axes.xaxis.set(major_locator=MaxNLocator("auto"), major_formatter="{x:g}", minor_locator=NullLocator())
         _limit_to_majority(axes, study, key, seeds)
     figure.axes[0].invert_xaxis()
     handles, labels = figure.axes[0].get_legend_handles_labels()
