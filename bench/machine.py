@@ -18,7 +18,7 @@ from vitcompress.io import hardware
 RUNTIMES = ("onnxruntime", "onnxruntime-gpu", "openvino", "tensorrt", "tensorrt-rtx")
 LIBRARIES = ("vitcompress", "torch", "timm", "onnx", *RUNTIMES, "numpy")
 GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
-CGROUP = Path("/sys/fs/cgroup")  # of this process, as seen in a container: cgroup v2, or v1 in its folder `cpu`
+CGROUP = Path("/sys/fs/cgroup")  # of this process, as seen in a container: cgroup v2
 DISTURBED = 0.25  # cores used by other processes, above which a measurement counts as disturbed
 SHORTEST = 0.5  # seconds: below, the counters of the kernel (steps of 0.01 s) are too coarse
 BUSY = ("user", "nice", "system", "irq", "softirq")  # fields of psutil.cpu_times; `user` includes guests
@@ -74,22 +74,17 @@ def others_cores(before: tuple[float, float, float], after: tuple[float, float, 
 
 def quota_cores(folder: Path = CGROUP) -> float | None:
     """CPU time limit of the container, in cores; None without a limit. A container may see more cores than that."""
-    older = [folder / "cpu" / f"cpu.cfs_{name}_us" for name in ("quota", "period")]
-    try:
-        files = [folder / "cpu.max"] if (folder / "cpu.max").is_file() else older
-        quota, period = " ".join(file.read_text() for file in files).split()
-        return int(quota) / int(period) if quota.isdecimal() else None
-    except (OSError, ValueError):
-        return None
+    with contextlib.suppress(OSError, ValueError):  # the quota may be `max`
+        quota, period = map(int, (folder / "cpu.max").read_text().split())
+        return quota / period
+    return None
 
 
 def throttle_count(folder: Path = CGROUP) -> int | None:
     """How often the container was paused so far because its CPU quota was used up; None if unknown."""
-    for stat in (folder / "cpu.stat", folder / "cpu" / "cpu.stat"):
-        if stat.is_file():
-            match = re.search(r"^nr_throttled (\d+)", stat.read_text(), re.MULTILINE)
-            return int(match[1]) if match else None
-    return None
+    stat = folder / "cpu.stat"
+    match = re.search(r"^nr_throttled (\d+)", stat.read_text(), re.MULTILINE) if stat.is_file() else None
+    return int(match[1]) if match else None
 
 
 def peak_bytes(pid: int | None = None) -> int | None:

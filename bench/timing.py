@@ -93,11 +93,6 @@ class Samples:
         return np.concatenate([np.asarray(block) for block in self.blocks_ms])
 
     @property
-    def pace_ms(self) -> float:
-        """Mean time of a run in the blocks so far; before the first block, in the warm-up."""
-        return sum(self.wall_ms) / len(self.runs_ms) if self.blocks_ms else self.warmup_ms
-
-    @property
     def images_per_second(self) -> float:
         return 1000.0 * self.batch * len(self.runs_ms) / sum(self.wall_ms)
 
@@ -163,7 +158,8 @@ def _block_runs(samples: Samples, protocol: Protocol) -> int:
     runs = math.ceil(protocol.runs / ROUNDS)
     if protocol.min_seconds:
         share = (1000 * protocol.min_seconds - sum(samples.wall_ms)) / max(1, ROUNDS - len(samples.blocks_ms))
-        return max(runs, math.ceil(share / samples.pace_ms))
+        run_ms = sum(samples.wall_ms) / len(samples.runs_ms) if samples.blocks_ms else samples.warmup_ms
+        return max(runs, math.ceil(share / run_ms))
     return min(runs, protocol.runs - sum(map(len, samples.blocks_ms)))
 
 

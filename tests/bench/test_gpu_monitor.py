@@ -148,11 +148,6 @@ def test_the_cpu_quota_of_a_container_is_read(tmp_path: Path) -> None:
     assert (machine.quota_cores(tmp_path), machine.throttle_count(tmp_path)) == (1.5, 4)
     (tmp_path / "cpu.max").write_text("max 100000\n")
     assert machine.quota_cores(tmp_path) is None
-    older = tmp_path / "v1"
-    (older / "cpu").mkdir(parents=True)
-    for name, text in (("cfs_quota_us", "50000"), ("cfs_period_us", "100000"), ("stat", "nr_throttled 2")):
-        (older / "cpu" / f"cpu.{name}").write_text(text)
-    assert (machine.quota_cores(older), machine.throttle_count(older)) == (0.5, 2)
 
 
 @pytest.mark.parametrize(("counts", "pauses"), [((3, 5), 2), ((5, 5), 0), ((None, None), None)])

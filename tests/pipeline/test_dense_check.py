@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tomllib
 from argparse import Namespace
 from itertools import product
 from pathlib import Path
@@ -199,6 +200,40 @@ def test_other_class_names_are_not_those_of_the_dense_model() -> None:
     for more in ((), ("--dry-run",)):
         result = run(*words[:-2], *more, code=2)
         assert "label_names.3 is 'white' there, 'snow' here" in (result.get("error") or result["missing"][0])
+
+
+def test_a_run_that_starts_over_is_checked_before_its_files_are_removed() -> None:
+    run("--out", "run")
+    before = tree(Path("run"))
+    assert "expected 99 %" in run("--out", "run", "--fresh", "--expect", "99", code=1)["error"]
+    assert tree(Path("run")) == before
+    run(*OPTIONS, "--out", "run", "--fresh", "--expect", "99")
+    assert tree(Path("run")) != before
+
+
+def test_a_stopped_run_continues_with_files_at_another_place() -> None:
+    """But not with other files, and a finished run has the places that it records."""
+    run("--out", "whole")
+    run("--out", "run", "--expect", "99", code=1)
+    Path("pictures").rename("moved")
+    shutil.copy("plain.pth", "other.pth")
+    words = ("--out", "run", "--data", "moved", "--weights", "other.pth")
+    torch.save({k: v + 1 for k, v in torch.load("plain.pth").items()}, "worse.pth")
+    before = tree(Path("run"))
+    assert "worse.pth has other weights" in run(*words[:-1], "worse.pth", code=2)["error"]
+    file = next(Path("moved/train").rglob("*.png"))
+    content = file.read_bytes()
+    shutil.copy(next(Path("moved/val").rglob("*.png")), file)
+    assert "the images or labels of" in run(*words, code=2)["error"]
+    file.write_bytes(content)
+    assert tree(Path("run")) == before
+    run(*words)
+    recipe = tomllib.loads(Path("run/recipe.toml").read_text())
+    assert [Path(recipe["data"]["path"]).name, Path(recipe["model"]["weights"]).name] == ["moved", "other.pth"]
+    assert (
+        vc.verify("run").passed and tree(Path("run"))["model.safetensors"] == tree(Path("whole"))["model.safetensors"]
+    )
+    assert "of another recipe (model.weights" in run("--out", "whole", *words[2:], code=2)["error"]
 
 
 def rename_classes(*names: str) -> None:

@@ -115,7 +115,7 @@ class Calibration:
                 data = open_data(recipe.data, recipe.run.seed).reorder(class_names_of(self.model))
                 check_images(dense_folder_of_run(self.files.path), data)
             except InputError as error:
-                hint = "export where the images of the run are, or pass data to vitcompress.export in Python"
+                hint = "link the images of the run to their old place, or pass data to vitcompress.export in Python"
                 raise InputError(f"{self.options.precision} needs images: {error.message}", hint=hint) from None
             self.training, self.seed = data.train, recipe.run.seed
         return random_images(self.training, input_config(self.model), count, self.seed)

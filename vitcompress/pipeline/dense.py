@@ -161,6 +161,7 @@ def examine_dense(job: Job, accuracy: Accuracy) -> tuple[list[str], CheckFailedE
     low, high = (100 * end for end in accuracy.interval)
     top1 = f"{kind} top-1 {accuracy}, 95 % interval {low:.2f} to {high:.2f} %"
     scale = f"mean {describe_value(job.input.mean)} and standard deviation {describe_value(job.input.std)}"
+    scale += f", resized by {job.input.interpolation} with crop_pct {job.input.crop_pct:g}"
     notes = [f"dense model: {top1}"]
     if job.recipe.model.weights not in ("random", "train") and guessed(accuracy.correct, images.labels):
         question = f"Was it trained on these classes in this order ({classes}), on images of {scale}?"

@@ -9,6 +9,7 @@ import tempfile
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -18,6 +19,7 @@ from vitcompress.exporters.runtimes import exported_files
 from vitcompress.exporters.sidecar import DENSE, usable_sidecar
 from vitcompress.io.files import convert_write_errors, lock_file, read_json, write_text
 from vitcompress.io.log_file import log_warnings
+from vitcompress.io.manifest import record_changes
 from vitcompress.io.progress import SILENT, Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.text import describe_differences
@@ -69,17 +71,26 @@ def _check_content(files: RunFolder, expected: str, fresh: bool) -> None:
     text = files.recipe.read_text(encoding="utf-8", errors="replace")
     if fresh and not text.startswith(HEADER):
         raise OutputError(f"{files.recipe} was not written by a run, so nothing here is replaced", hint=ELSEWHERE)
-    if not fresh and text != expected and (text := _rewrite(text, tomllib.loads(expected)["summary"])) != expected:
+    if fresh or text == expected:
+        return
+    if (text := _rewrite(text, expected, moved=not files.report.is_file())) != expected:
         message = f"{folder} contains a run of another recipe ({'; '.join(changed := difference(text, expected))})"
         add = "add exported files with `vitcompress export`" if files.report.is_file() else "finish this run first"
         other = f", or {add}" if all(line.startswith("export.") for line in changed) else ""
         raise OutputError(message, hint=f"{ELSEWHERE}{other}, or start over here with --fresh (of a study: remove it)")
 
 
-def _rewrite(text: str, summary: str) -> str:
-    """The recipe.toml `text` as this version writes it, with defaults for new options and another `summary`."""
+def _rewrite(text: str, expected: str, *, moved: bool) -> str:
+    """The recipe.toml `text` as this version writes it, with defaults for new options and the summary of `expected`.
+
+    moved: a file of weights and its images may be at another place: `dense.check_source` compares what they contain.
+    """
     with suppress(RecipeError):
-        recipe = build_recipe("of the run", {**parse_toml("of the run", text), "summary": summary})
+        recipe, here = (build_recipe("of the run", parse_toml("of the run", each)) for each in (text, expected))
+        model, data = recipe.model, recipe.data
+        if moved and Path(model.weights).is_absolute() and Path(here.model.weights).is_absolute():
+            model, data = replace(model, weights=here.model.weights), replace(data, path=here.data.path)
+        recipe = replace(recipe, summary=here.summary, model=model, data=data)
         return recipe_text(recipe, structure_only=STRUCTURE_ONLY in text)
     return text
 
@@ -157,8 +168,9 @@ def open_folder(folder: Path, recipe: Recipe, *, structure_only: bool, fresh: bo
         for path in _old_files(folder) if fresh else ():
             _remove(path)
         remove_unfinished(folder)
-        if not files.recipe.is_file():
-            write_text(files.recipe, text)
+        if not files.recipe.is_file() or files.recipe.read_text(encoding="utf-8") != text:
+            with record_changes(folder):
+                write_text(files.recipe, text)
         with log_warnings(files.warnings):
             yield
 

@@ -16,7 +16,7 @@ from vitcompress.io.progress import Progress
 from vitcompress.models.create import create_model, image_size
 from vitcompress.models.source import list_by_source
 from vitcompress.models.weights import check_hub
-from vitcompress.pipeline.dense import check_source, has_dense, why_unchecked
+from vitcompress.pipeline.dense import check_source, examine_dense, has_dense, preview_dense, why_unchecked
 from vitcompress.pipeline.folder import ELSEWHERE, check_writable, nearest_existing
 from vitcompress.pipeline.job import Job, RunOptions, create_job
 from vitcompress.pipeline.latency import check_clock, check_latency
@@ -47,6 +47,9 @@ def prepare(recipe: Recipe, options: RunOptions, runtime: Runtime, progress: Pro
         progress.note(line)
     for check in list_checks(job):
         check()
+    early = options.fresh and options.expect is not None and recipe.model.weights != "train"  # before files are removed
+    if early and (problem := examine_dense(job, preview_dense(job))[1]):
+        raise problem
     runtime.barrier()  # after this, no process reads the folder
     return job
 

@@ -50,8 +50,9 @@ class Splits:
             return self
         places = {name: number for number, name in enumerate(names)}
         numbers = np.array([places[name] for name in self.classes])
-        parts = (Views(part, range(len(part)), classes=numbers) for part in (self.train, self.heldout, self.test))
-        return replace(self, classes=tuple(names), **dict(zip(("train", "heldout", "test"), parts, strict=True)))
+        parts = (self.train, self.heldout, self.test)
+        train, heldout, test = (Views(part, range(len(part)), classes=numbers) for part in parts)
+        return replace(self, classes=tuple(names), train=train, heldout=heldout, test=test)
 
     def hold_out(self, share: float, seed: int) -> "Splits":
         """Move a share of the training images to the held-out ones: of each class at least one, never its last."""
@@ -183,7 +184,7 @@ def _split_folder(options: DataOptions, split: Literal["train", "test"]) -> Path
     names = [name] if name else [other for other in _TEST_FOLDERS if other != options.train_split]
     if not root.is_dir():
         what = "is a file, not a folder of images" if root.exists() else "does not exist"
-        raise DataError(f"data folder {root} {what}", hint="expected PATH/train/<class>/<image> and PATH/val")
+        raise DataError(f"data folder {root} {what}", hint="use --data PATH with PATH/train/CLASS/IMAGE and PATH/val")
     if folder := next((root / name for name in names if (root / name).is_dir()), None):
         return folder
     hint = f"expected PATH/{names[0]}/<class>/<image>; data.{split}_split sets other names"
