@@ -33,7 +33,9 @@ from vitcompress.training.options import BUILT_IN, DataOptions
 from vitcompress.verify.folder import run_classes
 
 OTHER_CLASSES = "evaluate it on data with its own classes"  # a hint
-OTHER_ORDER = "commands sort class folders as 2, 10, a, B, torchvision sorts them as 10, 2, B, a: use the same for both"
+OTHER_ORDER = (
+    "evaluate it alone, or on data with its order: timm sorts folders as 2, 10, a, B, torchvision as 10, 2, B, a"
+)
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,8 @@ def run(artifacts: Sequence[str], options: EvaluateOptions | None = None, progre
     data = open_test(select_data(artifacts, options))
     if data.skipped:
         progress.note(describe_skipped(data.skipped))
-    data = data.reorder(read_class_names(user_path(artifacts[0])))
+    names = (read_class_names(user_path(artifact)) for artifact in artifacts)
+    data = data.reorder(next((own for own in names if {*own} == {*data.classes}), ()))
     classes, images = data.classes, data.test
     with ExitStack() as stack:
         runners = open_artifacts(artifacts, options.runner, None, stack)  # all, before any work

@@ -44,8 +44,7 @@ def convert_precision(model: nn.Module, precision: str, islands: Sequence[str] =
     for name in names:
         module = copy.get_submodule(name.removesuffix(SOFTMAX))
         if name.endswith(SOFTMAX):
-            module.register_forward_pre_hook(_enter_wide_cores, prepend=True)
-            module.register_forward_hook(_leave_wide_cores, always_call=True)
+            module.__class__ = _with_wide_core(type(module))  # keeps the names of its tensors
         else:
             _widen(module, HALF[precision], is_classifier=name in classifier)
     copy.register_buffer("input_type", torch.zeros((), dtype=HALF[precision]), persistent=False)  # follows .double()
@@ -159,12 +158,11 @@ class _WideCores(TorchFunctionMode):
         return wide if args[0].dtype == args[1].dtype else wide.to(args[1].dtype)  # scores stay in fp32
 
 
-_WIDE_CORES = _WideCores()
+def _with_wide_core(attention: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of a class of attentions in half precision, whose cores compute in fp32."""
 
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with _WideCores():
+            return attention.forward(self, *args, **kwargs)
 
-def _enter_wide_cores(attention: nn.Module, args: Any) -> None:
-    _WIDE_CORES.__enter__()  # type: ignore[no-untyped-call]
-
-
-def _leave_wide_cores(attention: nn.Module, args: Any, out: Any) -> None:
-    _WIDE_CORES.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    return type(attention.__name__, (attention,), {"forward": forward})

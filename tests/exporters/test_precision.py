@@ -9,6 +9,7 @@ from contracts import build, images
 from pruned_models import pruned
 from too_large import large_ffn
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 
 from vitcompress.errors import InputError, PrecisionError
 from vitcompress.exporters.onnx.export import check_options
@@ -57,6 +58,21 @@ def test_a_list_of_blocks_stays_in_fp32(variant: str, name: str) -> None:
     model, x = build(variant, dtype=torch.float32), images(variant, dtype=torch.float32)
     blocks = [f"{name}.{number}" for number, _ in model.get_submodule(name).named_children()]
     assert torch.equal(logits(model, (name,), images=x), logits(model, blocks, images=x))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_interrupted_attention_leaves_torch_as_it_is(error: type[BaseException]) -> None:
+    """Products in half precision would be computed in fp32 afterwards, in the whole process."""
+    model, one = convert_precision(plain(), "fp16", ("softmax",)), torch.ones(2, 2, dtype=torch.float16)
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain().named_parameters()]
+
+    def interrupt(*_: object) -> None:
+        raise error
+
+    model.get_submodule("blocks.1.attn.proj").register_forward_pre_hook(interrupt)
+    with pytest.raises(error):
+        model(X)
+    assert (one @ one).dtype == torch.float16 and not _get_current_function_mode_stack()
 
 
 def test_a_folded_ffn_is_one() -> None:

@@ -342,14 +342,17 @@ def test_a_subclass_that_computes_something_else_is_rejected(method: str) -> Non
         family_of(model)
 
 
-@pytest.mark.parametrize(("name", "text"), [("", "the model"), ("blocks.1.attn", r"blocks\.1\.attn")])
-def test_an_object_with_a_forward_of_its_own_is_rejected(name: str, text: str) -> None:
+@pytest.mark.parametrize("name", ["forward", "blocks.1.attn.forward", "forward_head", "pool", "_pos_embed"])
+def test_an_object_with_a_method_of_its_own_is_rejected(name: str) -> None:
     """A loaded model would have the one of its class."""
     model = build("plain")
-    module = model.get_submodule(name)
-    module.forward = partial(type(module).forward, module)
-    with pytest.raises(UnsupportedModelError, match=f"the forward of {text} was replaced"):
+    path, _, method = name.rpartition(".")
+    module = model.get_submodule(path)
+    setattr(module, method, partial(getattr(type(module), method), module))
+    with pytest.raises(UnsupportedModelError, match=f"its {name} was replaced; remove this attribute"):
         family_of(model)
+    delattr(module, method)
+    assert family_of(model).name == "vit"
 
 
 def test_a_norm_without_weights_is_rejected() -> None:

@@ -18,7 +18,7 @@ from torchvision import transforms
 
 from vitcompress.errors import DataError, InputError
 from vitcompress.models.create import InputConfig
-from vitcompress.training.data import open_data, open_test, subset
+from vitcompress.training.data import Splits, open_data, open_test, subset
 from vitcompress.training.datasets import ArrayImages, Images, MappedImages, as_images
 from vitcompress.training.distributed import Runtime
 from vitcompress.training.loaders import BatchLoader, EvalLoader, TrainLoader, image_transform, open_source
@@ -135,6 +135,8 @@ def test_reorder_numbers_the_classes_as_the_names(tmp_path: Path) -> None:
     assert other.classes == ("c", "a", "B") and other.digest != data.digest == other.reorder(data.classes).digest
     for names in ((), data.classes, ("a", "B", "d"), ("a", "a", "B")):
         assert data.reorder(names) is data
+    twice = Splits(classes=("crane", "b", "crane"))
+    assert twice.reorder(("crane", "crane", "b")) is twice
 
 
 def break_one(root: Path) -> None:

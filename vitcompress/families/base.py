@@ -122,13 +122,14 @@ class Family(ABC):
         own = (method for method in used if method not in known and not method.__module__.startswith("timm."))
         if (method := next(own, None)) is not None:
             return f"{method.__qualname__} is not timm's"
-        if replaced := [name or "the model" for name, part in model.named_modules() if "forward" in vars(part)]:
-            return f"the forward of {replaced[0]} was replaced"
+        named = dict(model.named_modules())
+        replaced = [f"{name}.forward".lstrip(".") for name, part in named.items() if "forward" in vars(part)]
+        if replaced := [*replaced, *(name for name in COMPUTING if name in vars(model))]:
+            return f"its {replaced[0]} was replaced; remove this attribute of the object with `del`"
         if not isinstance(stem, self.stem_type):
             return f"its stem is of type {type(stem).__name__}"
         if len([*model.parameters()]) < len([*model.named_parameters(remove_duplicate=False)]):
             return "some of its modules share parameters"  # a plan names each of them
-        named = dict(model.named_modules())
         norms = (module for name, module in named.items() if "norm" in name.rpartition(".")[2])
         linear = {name: m for name, m in named.items() if isinstance(m, LAYERS) or name.rpartition(".")[2] in LINEAR}
         layers = (f"its {name} {text}" for name, module in linear.items() if (text := layer_problem(module)))

@@ -211,10 +211,9 @@ def with_changes(plan: Plan, model: nn.Module) -> Plan:
 
 def with_arguments(plan: Plan, model: nn.Module, own: Plan) -> Plan:
     """`plan` with the arguments of `model`, whose plan is `own`, if these change neither modules nor channels."""
-    plans = (plan, own)
-    if plan.delta() == own.delta() or len({one.arch.split(".")[0] for one in plans}) > 1:
+    if plan.delta() == own.delta() or plan.arch.split(".")[0] != own.arch.split(".")[0]:
         return plan
-    family, dense = family_of(model), [create_on_meta(one.arch, one.arch_args) for one in plans]
+    family, dense = family_of(model), [create_on_meta(one.arch, one.arch_args) for one in (plan, own)]
     there, here = ((family.sites(one), family.spaces(one)) for one in dense)
     return replace(with_changes(plan, model), arch=own.arch, arch_args=own.arch_args) if there == here else plan
 
@@ -316,7 +315,7 @@ def check_arguments(arch: str, args: Mapping[str, object], place: str = "") -> N
         raise InputError(message, hint="see timm.list_models(), or install the package that registers the model")
     own = {key: value for key, value in args.items() if key not in inspect.signature(timm.create_model).parameters}
     problems = [f"model.args.{key}   {UNKNOWN_KEY}" for key in args if key not in {*own, OVERLAY}]
-    classes = [(key, own.pop(key)) for key in [*own] if callable(own[key])]  # which no plan can store
+    classes = [(key, own.pop(key)) for key in ("act_layer", "norm_layer") if callable(own.get(key))]  # not in plans
     problems += [f"model.args.{key}   got {kind}, expected timm's name of it, as in 'relu'" for key, kind in classes]
     validate(_table(name), {"args": own, "overlay": args.get(OVERLAY)}, "model.args.", problems)
     if problems:

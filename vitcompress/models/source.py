@@ -116,14 +116,15 @@ def resolve_model(
     overlay |= {name: value for name, value in values.items() if value != _plain(getattr(config, name))}
     if class_names:
         create.check_class_count(class_names, blank)
-    names = tuple(class_names) or (file.class_names if len(file.class_names) == count else ())
+    known = (file.class_names, tuple(overlay.get(create.LABELS) or ()))
+    names = tuple(class_names) or next((own for own in known if len(own) == count), ())
     sources |= {"model": FROM_RECIPE, **value_sources}
     facts = _facts(blank)
     settings = tuple(  # `chosen` counts: shapes do not show the initial values of LayerScales
         Setting(name, value, sources.get(name, DEFAULT).replace(DEFAULT, f"{DEFAULT} for {arch}"))
         for name, value in {"model": arch, **facts, **chosen, "img_size": facts["img_size"], **values}.items()
     )
-    complete = create.with_class_names({**chosen, create.OVERLAY: overlay}, names or overlay.get(create.LABELS, ()))
+    complete = create.with_class_names({**chosen, create.OVERLAY: overlay}, names)
     return ResolvedModel(arch, complete, file.weights or str(weights), settings, names, file.part)
 
 

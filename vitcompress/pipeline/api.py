@@ -52,7 +52,7 @@ from vitcompress.training.metrics import Accuracy, random_images
 from vitcompress.training.metrics import evaluate as evaluate_loader
 from vitcompress.training.options import Seed, TrainOptions, TrainResult, Workers
 from vitcompress.training.trainer import TrainingContext, TrainingControls
-from vitcompress.verify.folder import image_count, noise_images, verify_folder
+from vitcompress.verify.folder import image_count, manifest_checks, noise_images, verify_folder
 from vitcompress.verify.outputs import Original
 
 Artifacts = Artifact | Annotated[Sequence[Artifact], MinLen(1)]
@@ -333,8 +333,8 @@ def export(
 def verify(folder: str | Path, data: Any = None, *, progress: Progress | None = None) -> Verification:
     """Repeat every check on a run folder or a saved model: `passed`, and `checks` with values and tolerances.
 
-    data: labeled images to compare outputs on, which the folder keeps; None: those that it has, else noise, on which
-        int8 and fp8 may fail, as their ranges are those of images.
+    data: labeled images to compare outputs on, which the folder keeps (sign it again); None: those that it has, else
+        noise, on which int8 and fp8 may fail, as their ranges are those of images.
 
     Raises:
         ArtifactError, PlanError, WeightsError: there is no model in the folder, or a file of it is damaged.
@@ -342,7 +342,7 @@ def verify(folder: str | Path, data: Any = None, *, progress: Progress | None = 
     """
     path, progress, images = user_path(folder), progress or SILENT, None
     with torch.autocast("cpu", enabled=False), claim_run(path, progress):  # as in `export`
-        if data is not None:
+        if data is not None and not any(check.verdict == "failed" for check in manifest_checks(RunFolder(path))):
             model = load_model(path)
             source, count = as_images(data, create.image_size(model)), image_count(create.plan_of(model))
             images = random_images(source, create.input_config(model), count, 0)

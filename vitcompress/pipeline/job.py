@@ -30,7 +30,7 @@ from vitcompress.pipeline.folder import dense_folder
 from vitcompress.plan import Plan
 from vitcompress.recipe.schema import Recipe
 from vitcompress.training.data import Splits, class_count
-from vitcompress.training.datasets import describe_skipped, few
+from vitcompress.training.datasets import describe_skipped
 from vitcompress.training.distributed import Runtime
 from vitcompress.training.losses import FEATURES
 from vitcompress.training.options import BUILT_IN, DataOptions, TrainOptions
@@ -215,10 +215,11 @@ class Job:
             yield f"The weights are {name}; use this name with --weights to get the same again."
         if skipped := () if self.data is None else self.data.skipped:
             yield describe_skipped(skipped)
-        names = [] if self.data is None or self.resolved.class_names else [*self.data.classes]
-        if self.recipe.model.weights not in NOT_FILES and names != sorted(names):
-            order = f"the weights name no classes, so that the data has timm's order: {few(names)}"
-            yield f"{order}. torchvision's is {few(sorted(names))}; pass --classes with that of the weights."
+        names = () if self.data is None or self.resolved.class_names else self.data.classes
+        moved = [pair for pair in zip(names, sorted(names), strict=True) if pair[0] != pair[1]]
+        if moved and self.recipe.model.weights not in NOT_FILES and not self.recipe.model.new_head:
+            order = "The weights name no classes, so that the data has timm's order, with {} where torchvision's has {}"
+            yield f"{order.format(*moved[0])}: pass --classes with the order of the weights if it is another."
         if self.trainings and self.recipe.model.args.get("drop_path_rate"):
             yield "model.args.drop_path_rate has no effect: drop_path of [dense] and [finetune] is the rate."
         for table in ("dense", "finetune") if self.trainings else ():

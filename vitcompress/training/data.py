@@ -46,12 +46,13 @@ class Splits:
 
     def reorder(self, names: Sequence[str]) -> "Splits":
         """The same images with the classes in the order of `names`, if these are their names; else as they are."""
-        if names == self.classes or sorted(names) != sorted(self.classes):
+        if names == self.classes or sorted(names) != sorted(self.classes) or len({*names}) < len(names):
             return self
         places = {name: number for number, name in enumerate(names)}
         numbers = np.array([places[name] for name in self.classes])
-        parts = (self.train, self.heldout, self.test)
-        train, heldout, test = (Views(part, range(len(part)), classes=numbers) for part in parts)
+        parts = train, heldout, test = [Views(part, range(len(part))) for part in (self.train, self.heldout, self.test)]
+        for part in parts:
+            part.labels = numbers[part.labels]
         return replace(self, classes=tuple(names), train=train, heldout=heldout, test=test)
 
     def hold_out(self, share: float, seed: int) -> "Splits":

@@ -243,9 +243,7 @@ def _read_batches(data: Any) -> Images:
         message = f"the data is not an iterable of (images, labels) batches: {first_line(error)}"
         hint = "pass a map-style data set of (image, class) pairs, or batches of (batch, C, H, W) and (batch,)"
         raise DataError(message, hint=hint) from error
-    if labels.is_floating_point():
-        message = f"labels of shape {format_shape(labels.shape)} and {labels.dtype} cannot be used here"
-        raise DataError(message, hint="pass one class number for each image")
+    check_labels(labels, 0)  # no probabilities
     if not images.isfinite().all():
         raise DataError("an image has values that are not finite", hint="repair the images or their normalization")
     return ArrayImages(images, labels)

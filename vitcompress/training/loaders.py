@@ -37,21 +37,15 @@ class Views(Images, Dataset[tuple[Any, int]]):
     """The images of `dataset` at `indices`, in that order.
 
     transform: from a PIL image to a uint8 tensor (C, H, W). mode: PIL mode that images are converted to first. Prepared
-    images (tensors) are passed on as they are. classes: class of `dataset` -> another number for it; None: the same.
+    images (tensors) are passed on as they are.
     """
 
     def __init__(
-        self,
-        dataset: Images,
-        indices: Sequence[int],
-        transform: Transform | None = None,
-        mode: str | None = None,
-        classes: np.ndarray | None = None,
+        self, dataset: Images, indices: Sequence[int], transform: Transform | None = None, mode: str | None = None
     ) -> None:
         self.dataset, self.indices = dataset, np.asarray(indices, dtype=np.int64)
         self.transform, self.mode, self.prepared = transform, mode, dataset.prepared
         self.labels, self.digest = dataset.labels[self.indices], getattr(dataset, "digest", "")
-        self.labels = self.labels if classes is None else classes[self.labels]
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         image, label = self.dataset[int(self.indices[index])][0], int(self.labels[index])

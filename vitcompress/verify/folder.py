@@ -307,8 +307,8 @@ def _read_recorded(files: RunFolder, model: nn.Module) -> dict[str, Tensor]:
     tensors = load_tensors(path) if path.is_file() else {}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     count = next(iter(shapes.get("images", ())), 0)
-    width = (model.num_classes,) if model.num_classes else shapes.get("logits", ())[1:]  # 0: it outputs features
-    expected = {"images": (count, *input_config(model).size), "logits": (count, *width)}
+    size = input_config(model).size
+    expected = {"images": (count, *size), "logits": (count, model_logits(model, torch.zeros(1, *size)).shape[1])}
     if tensors and not (count and shapes == expected):
         raise ArtifactError(f"{path} has other contents than images and logits of this model: {shapes}", hint=RESTORE)
     return tensors

@@ -83,10 +83,7 @@ def reference(model: nn.Module, images: Tensor) -> Reference:
 
 @torch.no_grad()
 def model_logits(model: nn.Module, images: Tensor) -> Tensor:
-    """The logits of `images`, computed in batches and in the model's own precision: (count, classes).
-
-    Outputs of other shapes, such as tokens, are flattened.
-    """
+    """The logits of `images`, in batches and the model's own precision: (count, classes). Tokens are flattened."""
     model, dtype = model.eval(), next(model.parameters()).dtype
     return torch.cat([model(part.to(dtype)).flatten(1) for part in torch.split(images, BATCH)])
 
