@@ -65,13 +65,14 @@ class Runner(ABC):
     """A model that can be run, described and timed.
 
     input: preprocessing of images; None if the artifact does not state it. input_size: (channels, height, width).
-    takes_bytes: the file takes bytes with channels last and normalizes them itself. batch_range: the smallest, best and
-    largest batch of a file that was built for a range.
+    takes_bytes: the file takes bytes with channels last and normalizes them itself. is_classifier: False if its outputs
+    are features. batch_range: the smallest, best and largest batch of a file that was built for a range.
     """
 
     input: InputConfig | None
     input_size: tuple[int, int, int]
     takes_bytes = False
+    is_classifier = True
     batch_range: Sequence[int] | None = None
     _sha256: str | None = None  # of its file
 
@@ -92,7 +93,11 @@ class Runner(ABC):
         """Logits of any number of images, in calls that the artifact takes.
 
         More images than its largest batch are several calls; copies of the last image complete its smallest batch.
+        Raises InputError for a model of features.
         """
+        if not self.is_classifier:
+            hint = "evaluate a model with num_classes=2 or more"
+            raise InputError(f"{self.name} has no classifier: its outputs are features, not logits", hint=hint)
         least, _, most = self.batch_range or (1, 0, len(images))
         logits = []
         for part in torch.split(images, most):
@@ -131,7 +136,7 @@ class Runner(ABC):
     def _set_input(self, shape: Iterable[int], labels: Mapping[str, object], *, takes_bytes: bool) -> None:
         """Set what images the file takes. shape: of one of them. labels: the file's decoded metadata."""
         first, second, third = shape
-        self.takes_bytes = takes_bytes
+        self.takes_bytes, self.is_classifier = takes_bytes, labels.get("classes") != []
         self.input_size = (third, first, second) if takes_bytes else (first, second, third)
         self.input = read_input(self.name, labels, self.input_size)
 

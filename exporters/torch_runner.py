@@ -46,7 +46,8 @@ class TorchRunner(Runner):
         self.input_size, self._sizes = self.input.size, image_size(model)
         self._transfers = self._options.transfers and self._device.type != "cpu"  # on the CPU there are none
         self._type = TORCH_TYPES[self._precision]
-        self._classes = getattr(model, "num_classes", None)
+        self._classes = getattr(model, "num_classes", None) or None
+        self.is_classifier = getattr(model, "num_classes", None) != 0
         placed = model.eval().to(self._device, self._type)
         self._weight_bytes = sum(t.nbytes for part in (placed.parameters(), placed.buffers()) for t in part)
         self._settings = ExitStack()  # restores torch's settings

@@ -56,6 +56,13 @@ def batches(count: int = 4) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(16, 1, 8, 8, generator=generator), torch.arange(16) % 4) for _ in range(count)]
 
 
+def written(name: str, **args: Any) -> Path:
+    """The folder of a saved model, or a file of this name, elsewhere."""
+    own, folder = model(**args), Path(tempfile.mkdtemp())
+    vc.save_model(own, folder)
+    return vc.export(own, folder / name) if name else folder
+
+
 class Pictures:
     """A map-style data set of PIL images, as a user would write it."""
 
@@ -341,6 +348,10 @@ def test_models_with_other_names_than_those_of_timm_are_planned_as_those_of_crea
         ),
         (lambda: vc.plan(model(num_classes=0), "isomorphic", batches(), align=FINE), "has no classifier"),
         (lambda: vc.evaluate(model(num_classes=0), batches()), "has no classifier"),
+        *(
+            (lambda name=name: vc.evaluate(written(name, num_classes=0), batches()), "has no classifier")
+            for name in ("", "model.onnx", "model.xml")
+        ),
         (lambda: vc.finetune(model(global_pool=""), batches(), epochs=1), "has no pooling"),
         (lambda: vc.plan(model(global_pool=""), "isomorphic", batches(), align=FINE), "has no pooling"),
         (lambda: vc.evaluate(model(global_pool=""), batches()), "has no pooling"),
@@ -1437,6 +1448,9 @@ def test_a_plan_for_a_latency(monkeypatch: pytest.MonkeyPatch) -> None:
     least = size(vc.prune(vit, vc.plan(vit, "magnitude", keep_heads=0.3)))
     goal: dict[str, Any] = {"target": "latency", "amount": least, "latency_on": "torch"}
     assert set(vc.plan(vit, "magnitude", **goal).heads.values()) == {1}
+    with pytest.warns(UserWarning, match="The latency target was missed by"):
+        vc.plan(vit, "magnitude", **{**goal, "amount": 1.1 * least})
+    vc.plan(vit, "magnitude", **{**goal, "amount": 1.1 * least}, progress=RecordedProgress())
     with pytest.raises(PlanError, match="cannot be reached"):
         vc.plan(vit, "magnitude", **{**goal, "amount": 0.5 * least})
     with pytest.raises(PlanError, match="amount is required with target = 'latency'"):

@@ -53,7 +53,7 @@ class Verification:
     """
 
     checks: tuple[Check, ...]
-    weights: Mapping[str, object] = field(default_factory=dict)
+    weights: Mapping[str, object] = field(default_factory=dict, repr=False)
 
     @property
     def passed(self) -> bool:

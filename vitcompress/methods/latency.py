@@ -5,6 +5,7 @@ another version of a runtime or another number of threads are not comparable: if
 folder, and candidates are measured anew.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -16,6 +17,7 @@ from torch import nn
 from vitcompress.errors import InputError, PlanError
 from vitcompress.families import Family
 from vitcompress.io.files import json_key, read_json
+from vitcompress.io.progress import SILENT
 from vitcompress.io.text import describe_differences
 from vitcompress.methods import budget
 from vitcompress.methods.base import Context, Goal, Measured, Method, check_result, reject_unused
@@ -169,10 +171,13 @@ class LatencySearch:
             remarks.append(
                 f"There was no quiet machine in {len(causes)} of {len(times)} measurements for the latency target "
                 f"({causes[-1]}). Such times are too long, so the plan may be smaller than necessary: plan again on a "
-                "quiet machine (--fresh)."
+                "quiet machine (--fresh, or another folder)."
             )
-        for remark in self.context.memo(RECORD, lambda: remarks):
+        first, *others = self.context.memo(RECORD, lambda: remarks)
+        for remark in (first, *others):
             self.context.progress.note(remark)
+        for remark in others if self.context.progress is SILENT else ():
+            warnings.warn(remark, stacklevel=2)
 
 
 def other_machine(folder: Path, runtime: str, here: Mapping[str, object]) -> str:

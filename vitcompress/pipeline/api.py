@@ -112,6 +112,7 @@ def plan(
         folder: for measurements and training states, so that a stopped call with the same arguments can continue; None:
             a temporary folder. Data sets are compared by their labels and eight images, batches by 1000 images.
         training: fields of `TrainOptions` for methods that train. Those that only measure read its `batch_size` alone.
+        progress: an object of a subclass of `vitcompress.io.progress.Progress`; None: silent.
         options: of the method (`vitcompress recipes keys NAME`), all with defaults; with `target="latency"` and
             `amount` in ms, the sizes are chosen by measurements on this machine.
 
@@ -195,6 +196,7 @@ def finetune(  # noqa: PLR0913 (each argument is public and has a default)
         teacher: model for distillation; `distillation="soft"` is then the default.
         folder: of the training state: the same call continues a stopped training, or repeats a complete one. None: a
             temporary folder. Data sets are compared by their labels and eight images, batches only if they are a list.
+        progress: an object of a subclass of `vitcompress.io.progress.Progress`; None: silent.
         options: fields of `TrainOptions`, such as `epochs`, `batch_size`, `lr`, `distillation`.
 
     Raises:
@@ -293,6 +295,7 @@ def export(
         data: labeled images for the range scan of half precision, for `islands=("auto",)` and for the ranges of int8
             and fp8 (of the training data); None: random images, which int8 and fp8 reject.
         class_names: stored in the metadata. Beside a saved model, pass those of `save_model`: `verify` compares them.
+        progress: an object of a subclass of `vitcompress.io.progress.Progress`; None: silent.
         options: fields of `ExportOptions`, such as `precision`, `batch`, `uint8`.
 
     Raises:
@@ -335,6 +338,7 @@ def verify(folder: str | Path, data: Any = None, *, progress: Progress | None = 
 
     data: labeled images to compare outputs on, which the folder keeps (sign it again); None: those that it has, else
         noise, on which int8 and fp8 may fail, as their ranges are those of images.
+    progress: an object of a subclass of `vitcompress.io.progress.Progress`; None: silent.
 
     Raises:
         ArtifactError, PlanError, WeightsError: there is no model in the folder, or a file of it is damaged.
@@ -389,6 +393,7 @@ def bench(artifacts: Artifacts, *, progress: Progress | None = None, **options: 
 
     Args:
         artifacts: one or several: models in memory, run folders, exported files, `timm:NAME`, `timm-onnx:NAME`.
+        progress: an object of a subclass of `vitcompress.io.progress.Progress`; None: silent.
         options: fields of `BenchOptions` (`batch`, `protocol`, `warmup`, `runs`, `variants`), or of `RunnerOptions`
             (`device`, `precision`, `threads`).
 

@@ -14,16 +14,16 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from vitcompress.errors import ArtifactError, InputError, OutputError, RecipeError
+from vitcompress.errors import InputError, OutputError, RecipeError
 from vitcompress.exporters.runtimes import exported_files
 from vitcompress.exporters.sidecar import DENSE, usable_sidecar
-from vitcompress.io.files import convert_write_errors, lock_file, read_json, write_text
+from vitcompress.io.files import convert_write_errors, lock_file, write_text
 from vitcompress.io.log_file import log_warnings
 from vitcompress.io.manifest import record_changes
 from vitcompress.io.progress import SILENT, Progress
 from vitcompress.io.run_folder import RunFolder
 from vitcompress.io.text import describe_differences
-from vitcompress.recipe.load import ANY_STEP, build_recipe, dense_key, load_recipe_of_run, parse_toml
+from vitcompress.recipe.load import build_recipe, dense_key, load_recipe_of_run, parse_toml
 from vitcompress.recipe.schema import Recipe
 
 HEADER = "# The recipe of this run, every setting spelled out."
@@ -200,14 +200,10 @@ def _remove(path: Path) -> None:
 def dense_folder(recipe: Recipe, folder: Path) -> Path:
     """The folder of the dense model of the run in `folder`: shared by runs that train it alike, else inside `folder`.
 
-    The name of a shared folder is a hash of all training options, so it changes when a version adds an option. A model
-    trained by an earlier version is used if it has the same options and the new ones have their defaults, because a
-    default is what earlier versions did. Every option is recorded, so a changed default means another training.
+    The name of a shared folder is a hash of all training options.
     """
-    if recipe.model.weights != "train":
-        return RunFolder(folder).dense
-    own = folder.parent / f"dense-{dense_key(recipe)}"
-    return own if own.exists() else next(_equal_trainings(recipe, folder.parent), own)
+    shared = recipe.model.weights == "train"
+    return folder.parent / f"dense-{dense_key(recipe)}" if shared else RunFolder(folder).dense
 
 
 def dense_folder_of_run(folder: Path) -> Path:
@@ -222,18 +218,3 @@ def dense_folder_to_verify(folder: Path) -> Path | None:
     with suppress(InputError) if RunFolder(folder).manifest.exists() else nullcontext():
         dense = dense_folder_of_run(folder)
     return dense
-
-
-def _equal_trainings(recipe: Recipe, parent: Path) -> Iterator[Path]:
-    """Folders in `parent` with a finished dense model that was trained as `recipe` trains it.
-
-    An unfinished training of another version is not continued with the options of this one.
-    """
-    folders = map(RunFolder, sorted(parent.glob("dense-*")))
-    for files in (each for each in folders if each.settings.is_file() and each.manifest.is_file()):
-        try:
-            other = build_recipe(str(files.settings), {**read_json(files.settings), **ANY_STEP})
-        except (ArtifactError, RecipeError, TypeError, ValueError):  # another version's options, or damaged
-            continue
-        if dense_key(other) == dense_key(recipe):
-            yield files.path

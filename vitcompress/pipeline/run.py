@@ -120,7 +120,7 @@ def run_recipe(
 
     Args:
         recipe: of `load_recipe`, or what it takes: a name, or a TOML file.
-        data: images to use instead of those of `recipe.data`.
+        progress: as of `vitcompress.finetune`. data: images to use instead of those of `recipe.data`.
 
     Raises:
         InputError: the input is wrong; nothing was written.

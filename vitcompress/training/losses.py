@@ -46,7 +46,9 @@ def check_outputs(module: nn.Module) -> None:
     if (classes := int(getattr(inner(module), "num_classes", 2))) < 2:
         reason = "one class: no loss and no divergence of its outputs depends on its weights"
         message = f"the model has {reason if classes else 'no classifier: its outputs are features, not logits'}"
-        raise InputError(message, hint="use num_classes=2 or more; the method magnitude needs no classifier")
+        raise InputError(
+            message, hint="use num_classes=2 or more; magnitude, as method or criterion, ranks models of features"
+        )
 
 
 def has_two_heads(module: nn.Module) -> bool:
