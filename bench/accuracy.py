@@ -98,11 +98,11 @@ def run(artifacts: Sequence[str], options: EvaluateOptions | None = None, progre
     data = open_test(select_data(artifacts, options))
     if data.skipped:
         progress.note(describe_skipped(data.skipped))
-    names = (read_class_names(user_path(artifact)) for artifact in artifacts)
-    data = data.reorder(next((own for own in names if {*own} == {*data.classes}), ()))
-    classes, images = data.classes, data.test
     with ExitStack() as stack:
         runners = open_artifacts(artifacts, options.runner, None, stack)  # all, before any work
+        names = (read_class_names(user_path(artifact)) for artifact in artifacts)
+        data = data.reorder(next((own for own in names if {*own} == {*data.classes}), ()))
+        classes, images = data.classes, data.test
         remarks = [_prepare(runner, str(name), classes, options) for runner, (name, _) in runners.items()]
         if extra and not match_rows(extra, {runner.describe()["sha256"]: [runner.name] for runner in runners}):
             raise InputError(f"{options.bench} measures none of these artifacts", hint="use `vitcompress bench --json`")

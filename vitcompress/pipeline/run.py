@@ -120,7 +120,8 @@ def run_recipe(
 
     Args:
         recipe: of `load_recipe`, or what it takes: a name, or a TOML file.
-        progress: as of `vitcompress.finetune`. data: images to use instead of those of `recipe.data`.
+        progress: an object of a subclass of `vitcompress.io.progress.Progress`; None: silent.
+        data: images to use instead of those of `recipe.data`.
 
     Raises:
         InputError: the input is wrong; nothing was written.
