@@ -56,13 +56,6 @@ def batches(count: int = 4) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(16, 1, 8, 8, generator=generator), torch.arange(16) % 4) for _ in range(count)]
 
 
-def written(name: str, **args: Any) -> Path:
-    """The folder of a saved model, or a file of this name, elsewhere."""
-    own, folder = model(**args), Path(tempfile.mkdtemp())
-    vc.save_model(own, folder)
-    return vc.export(own, folder / name) if name else folder
-
-
 class Pictures:
     """A map-style data set of PIL images, as a user would write it."""
 
@@ -348,10 +341,6 @@ def test_models_with_other_names_than_those_of_timm_are_planned_as_those_of_crea
         ),
         (lambda: vc.plan(model(num_classes=0), "isomorphic", batches(), align=FINE), "has no classifier"),
         (lambda: vc.evaluate(model(num_classes=0), batches()), "has no classifier"),
-        *(
-            (lambda name=name: vc.evaluate(written(name, num_classes=0), batches()), "has no classifier")
-            for name in ("", "model.onnx", "model.xml")
-        ),
         (lambda: vc.finetune(model(global_pool=""), batches(), epochs=1), "has no pooling"),
         (lambda: vc.plan(model(global_pool=""), "isomorphic", batches(), align=FINE), "has no pooling"),
         (lambda: vc.evaluate(model(global_pool=""), batches()), "has no pooling"),
@@ -461,6 +450,15 @@ def test_a_traceback_shows_the_next_step() -> None:
     with pytest.raises(InputError) as error:
         vc.evaluate(model(), batches(), batch_size=0)
     assert "".join(traceback.format_exception(error.value)).rstrip().endswith(f"more\n{error.value.hint}")
+
+
+@pytest.mark.parametrize("name", ["", "model.onnx", "model.xml"])
+def test_features_of_a_folder_or_file_are_not_evaluated(name: str, tmp_path: Path) -> None:
+    own = model(num_classes=0)
+    vc.save_model(own, tmp_path)
+    artifact = vc.export(own, tmp_path / name) if name else tmp_path
+    with pytest.raises(InputError, match="has no classifier: its outputs are features"):
+        vc.evaluate(artifact, batches())
 
 
 def test_a_file_with_logits_of_every_token_is_not_evaluated(tmp_path: Path) -> None:
