@@ -123,8 +123,8 @@ class SlicedRotaryAttention(SlicedAttention):
         return torch.cat([prefix, apply_rot_embed_cat(patches, rope, half=self.rotate_half)], dim=2)
 
 
-class PositionAttention(AnyWidthAttention):
-    """Base of attentions with a table of score biases by relative position, for one window size."""
+class SlicedPositionAttention(AnyWidthAttention):
+    """Attention over all tokens (BEiT), with a table of score biases by relative position, for one window size."""
 
     PARTS = ("relative_position_bias_table", *AnyWidthAttention.PARTS)
     relative_position_bias_table: nn.Parameter | None
@@ -141,19 +141,15 @@ class PositionAttention(AnyWidthAttention):
         biases = self.relative_position_bias_table[self.relative_position_index.view(-1)]
         return biases.view(*self.relative_position_index.shape, -1).permute(2, 0, 1)[None]
 
-
-class SlicedPositionAttention(PositionAttention):
-    """Attention over all tokens with relative positions (BEiT)."""
-
     def forward(self, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
         """x: normalized tokens, (batch, tokens, channels) -> same shape. The bias shared by all blocks is None."""
         return self.attend(*self.project(x), attn_mask=self.position_bias())
 
 
-class SlicedWindowAttention(PositionAttention):
+class SlicedWindowAttention(SlicedPositionAttention):
     """Attention within windows (Swin)."""
 
-    PARTS = (*PositionAttention.PARTS, "window_size", "window_area")
+    PARTS = (*SlicedPositionAttention.PARTS, "window_size", "window_area")
     WIDTHS = ()
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:

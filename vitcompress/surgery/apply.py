@@ -3,7 +3,7 @@
 from torch import nn
 
 from vitcompress.families import copy_model, family_of
-from vitcompress.families.attention import PositionAttention
+from vitcompress.families.attention import SlicedPositionAttention
 from vitcompress.families.edited_block import EditedBlock, reject_new_size
 from vitcompress.plan import Plan
 from vitcompress.surgery.check import check_plan
@@ -34,6 +34,6 @@ def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:
         vars(attention)["padded"] = True  # also in timm's own, whose equal widths a later plan may change
     for name in plan.folded:
         fold_module(model, family, name)
-    if family.fixed_size and any(isinstance(module, EditedBlock | PositionAttention) for module in model.modules()):
+    if family.fixed_size and any(isinstance(part, EditedBlock | SlicedPositionAttention) for part in model.modules()):
         vars(model)["set_input_size"] = reject_new_size
     return model
