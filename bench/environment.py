@@ -9,6 +9,7 @@ import torch
 
 from vitcompress.bench import gpu_monitor, machine, timing
 from vitcompress.bench.report.records import BenchRow, Conditions, MachineRecord, MemoryRecord, RunnerRecord
+from vitcompress.exporters.calls import BoundCall
 from vitcompress.io import hardware
 from vitcompress.io.text import format_shape, join_names
 
@@ -78,7 +79,7 @@ def _energy_counter(
     return lambda: gpu.joules() or 0.0, "the GPU (NVML), used by any process"
 
 
-def peak_memory(runner: RunnerRecord, target: timing.Target) -> MemoryRecord:
+def peak_memory(runner: RunnerRecord, call: BoundCall) -> MemoryRecord:
     """Peak GPU memory in torch, and the peak of the process that an engine runs in.
 
     cuda_peak_bytes: the weights, plus what one more run allocates on top of everything that is allocated already; None
@@ -89,8 +90,7 @@ def peak_memory(runner: RunnerRecord, target: timing.Target) -> MemoryRecord:
     if runner["runtime"] == "torch" and _kind(runner) == "cuda" and not runner["cuda_graph"]:
         torch.cuda.reset_peak_memory_stats(runner["device"])
         before = torch.cuda.memory_allocated(runner["device"])
-        target.step()
-        target.synchronize()
+        call()
         memory["cuda_peak_bytes"] = runner["weight_bytes"] + torch.cuda.max_memory_allocated(runner["device"]) - before
     if pid := runner.get("process"):
         memory["process_peak_bytes"] = machine.peak_bytes(pid)

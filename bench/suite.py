@@ -16,6 +16,7 @@ from vitcompress.bench.environment import Monitor
 from vitcompress.bench.report import records
 from vitcompress.bench.report.measurements import bench_table, too_slow
 from vitcompress.errors import InputError, VitcompressError, first_line
+from vitcompress.exporters.calls import BoundCall
 from vitcompress.exporters.options import Positive
 from vitcompress.exporters.runtimes import Runner, RunnerOptions
 from vitcompress.io.progress import SILENT, Progress
@@ -120,11 +121,11 @@ def compare(runners: Sequence[Runner], options: BenchOptions, progress: Progress
     rows, ratios, conditions = list[records.BenchRow](), list[records.RatioRecord](), list[records.Conditions]()
     disturbed, unfair, noisy, notes = list[str](), list[str](), list[str](), list[str]()
     for protocol in options.protocols():
-        calls = [(runner, runner.bind(synthetic_images(runner.input_size, protocol.batch))) for runner in runners]
-        targets = [timing.Target(runner.name, call, runner.synchronize, call.timed) for runner, call in calls]
+        calls = [runner.bind(synthetic_images(runner.input_size, protocol.batch)) for runner in runners]
+        targets = [(runner.name, call) for runner, call in zip(runners, calls, strict=True)]
         with environment.monitor([cast(records.RunnerRecord, runner.describe()) for runner in runners]) as monitor:
             samples = timing.measure(targets, protocol, progress, monitor.joules)
-        new = [_row(*one, protocol, monitor) for one in zip(runners, samples, targets, strict=True)]
+        new = [_row(*one, protocol, monitor) for one in zip(runners, samples, calls, strict=True)]
         disturbed += environment.disturbances(monitor.conditions)
         unfair += environment.comparison_warnings(new, transfers=options.runner.transfers)
         unfair += environment.thread_warnings(new)
@@ -142,7 +143,7 @@ def compare(runners: Sequence[Runner], options: BenchOptions, progress: Progress
 
 
 def _row(
-    runner: Runner, samples: timing.Samples, target: timing.Target, protocol: timing.Protocol, monitor: Monitor
+    runner: Runner, samples: timing.Samples, call: BoundCall, protocol: timing.Protocol, monitor: Monitor
 ) -> records.BenchRow:
     description = cast(records.RunnerRecord, runner.describe())
     rates = ("clock", "images_per_second", "variation", "drift", "images_per_joule", "joules")
@@ -156,7 +157,7 @@ def _row(
         "latency_ms": samples.latency_ms(),
         **{name: getattr(samples, name) for name in ("batch", "warmup_seconds", "settled", *rates)},
         "energy_of": monitor.energy_of,
-        "memory": environment.peak_memory(description, target),
+        "memory": environment.peak_memory(description, call),
         "samples_ms": [list(map(float, block)) for block in samples.blocks_ms],
         "block_wall_ms": samples.wall_ms,
     }

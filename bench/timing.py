@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from vitcompress.bench.report.records import LatencyRecord, RatioRecord, SpeedVerdict
-from vitcompress.exporters.calls import Timed
+from vitcompress.exporters.calls import BoundCall
 from vitcompress.io.progress import SILENT, Progress
 
 ROUNDS = 20  # blocks per target; the interval of a ratio is computed from them
@@ -24,6 +24,7 @@ SETTLED = 0.05  # largest relative difference between the medians of the last th
 TAIL = 10  # samples above a percentile that are needed to report it
 MISSED = 0.05  # largest share of intervals that miss the true median
 COUNTER_SECONDS = 0.1  # longest update period of an energy counter
+Target = tuple[str, BoundCall]  # a name, and a run of what it names
 
 
 @dataclass(frozen=True)
@@ -53,20 +54,6 @@ PROTOCOLS = {
     "paper": Protocol("paper"),
     "robust": Protocol("robust", warmup_seconds=2.0, min_seconds=10.0, settle=True),
 }
-
-
-@dataclass(frozen=True)
-class Target:
-    """Something to time: `step` starts one run, `synchronize` waits until it is done.
-
-    timed(runs): runs and times itself by CUDA events, for work that is queued on a GPU or done in another process;
-    returns milliseconds of each run and of the block.
-    """
-
-    name: str
-    step: Callable[[], object]
-    synchronize: Callable[[], None] = lambda: None
-    timed: Timed | None = None
 
 
 @dataclass
@@ -133,15 +120,15 @@ def measure(
     Each block begins with one untimed run, because the previous target has left its own data in the caches. joules:
     reads an energy counter.
     """
-    results = [Samples(t.name, protocol.batch, "cuda events" if t.timed else "wall") for t in targets]
-    for target, samples in zip(targets, results, strict=True):
-        progress.update(f"warm-up {target.name}", 0, 1)
-        _warm_up(target, samples, protocol)
-        progress.update(f"warm-up {target.name}", 1, 1)
+    results = [Samples(name, protocol.batch, "cuda events" if call.timed else "wall") for name, call in targets]
+    for (name, call), samples in zip(targets, results, strict=True):
+        progress.update(f"warm-up {name}", 0, 1)
+        _warm_up(call, samples, protocol)
+        progress.update(f"warm-up {name}", 1, 1)
     while not _is_complete(results, protocol):
-        for target, samples in zip(targets, results, strict=True):
+        for (_, call), samples in zip(targets, results, strict=True):
             before = joules() if joules else 0.0
-            times, wall = _time_block(target, _block_runs(samples, protocol))
+            times, wall = _time_block(call, _block_runs(samples, protocol))
             samples.blocks_ms.append(times)
             samples.wall_ms.append(wall)
             if joules:
@@ -171,7 +158,7 @@ def _is_complete(results: Sequence[Samples], protocol: Protocol) -> bool:
     )
 
 
-def _warm_up(target: Target, samples: Samples, protocol: Protocol) -> None:
+def _warm_up(call: BoundCall, samples: Samples, protocol: Protocol) -> None:
     start, runs = time.perf_counter(), list[float]()
     while True:
         seconds = time.perf_counter() - start
@@ -180,8 +167,7 @@ def _warm_up(target: Target, samples: Samples, protocol: Protocol) -> None:
         if len(runs) >= protocol.warmup and seconds >= protocol.warmup_seconds and ended:
             break
         began = time.perf_counter()
-        target.step()
-        target.synchronize()
+        call()
         runs.append(time.perf_counter() - began)
     samples.warmup_runs, samples.warmup_seconds, samples.settled = len(runs), seconds, settled
     samples.warmup_ms = 1000 * float(np.median(runs[-WINDOW:])) if runs else math.inf
@@ -195,17 +181,15 @@ def is_settled(runs: Sequence[float]) -> bool:
     return bool(medians.max() <= (1 + SETTLED) * medians.min())
 
 
-def _time_block(target: Target, runs: int) -> tuple[list[float], float]:
+def _time_block(call: BoundCall, runs: int) -> tuple[list[float], float]:
     """Milliseconds of each of `runs` runs, after an untimed one, and of all of them together."""
-    step, synchronize, clock = target.step, target.synchronize, time.perf_counter
-    step()
-    synchronize()
-    if target.timed is not None:
-        return target.timed(runs)
+    call()
+    if call.timed is not None:  # by CUDA events, for work that is queued on a GPU or done in another process
+        return call.timed(runs)
+    clock = time.perf_counter
     marks = [clock()]
     for _ in range(runs):
-        step()
-        synchronize()
+        call()
         marks.append(clock())
     return [1000.0 * (b - a) for a, b in pairwise(marks)], 1000.0 * (marks[-1] - marks[0])
 

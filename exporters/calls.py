@@ -14,7 +14,7 @@ Timed = Callable[[int], tuple[list[float], float]]  # number of runs -> millisec
 
 
 class BoundCall:
-    """A forward pass as a call.
+    """A forward pass as a call, which returns when the pass is complete.
 
     step: runs it. values: what must exist as long as the call, as tensors do, although `step` does not reference it.
     timed: runs it several times and times that itself, as `QueuedCall.timed`; None if it cannot.
@@ -47,6 +47,7 @@ class QueuedCall(BoundCall):
     def __call__(self) -> None:
         with torch.cuda.stream(self.stream):
             self.step()
+            self.stream.synchronize()
 
     def timed(self, runs: int) -> tuple[list[float], float]:
         """Milliseconds of each of `runs` runs, by CUDA events, and of all together by the wall clock.

@@ -118,9 +118,6 @@ class Runner(ABC):
     @abstractmethod
     def _bind(self, images: Tensor) -> BoundCall: ...
 
-    def synchronize(self) -> None:  # noqa: B027 - most runtimes return when the outputs are complete
-        """Wait until all queued work is complete."""
-
     def describe(self) -> dict[str, Any]:
         """Everything that affects the speed or the accuracy of this runner, with all keys of `DESCRIPTION`."""
         return {**DESCRIPTION, "artifact": self.name, "sha256": self._sha256, **self._describe()}

@@ -69,8 +69,9 @@ class TorchRunner(Runner):
         resident = images.to(self._device, self._type)
         run = self._record(resident) if self._options.cuda_graph else partial(self._forward, resident)
         step = add_transfers(run, resident, run()) if self._transfers else run
-        on_cuda = self._device.type == "cuda"
-        return QueuedCall(step, torch.cuda.current_stream(self._device), resident) if on_cuda else BoundCall(step)
+        if self._device.type == "cuda":
+            return QueuedCall(step, torch.cuda.current_stream(self._device), resident)
+        return BoundCall(partial(_run_on_mps, step) if self._device.type == "mps" else step)
 
     @torch.inference_mode()
     def _record(self, resident: Tensor) -> Callable[[], Tensor]:
@@ -94,12 +95,6 @@ class TorchRunner(Runner):
             _set_tf32(on=self._precision == "tf32")
         with torch.autocast(self._device.type, enabled=False):
             yield
-
-    def synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        elif self._device.type == "mps":
-            torch.mps.synchronize()
 
     def _describe(self) -> dict[str, object]:
         return {
@@ -138,6 +133,11 @@ def _set_tf32(*, on: bool) -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = on
     for part in FP32_PARTS:
         part.fp32_precision = "tf32" if on else "ieee"
+
+
+def _run_on_mps(step: Callable[[], object]) -> None:
+    step()
+    torch.mps.synchronize()
 
 
 def _compile(model: nn.Module, settings: ExitStack) -> Callable[..., Any]:

@@ -164,7 +164,6 @@ class OnnxRunner(Runner):
         call = QueuedCall(run, self._stream, source, logits)
         for _ in range(RUNS_BEFORE_REPLAY if recorded else 0):
             call()
-        self.synchronize()
         return call
 
     def _run_options(self, graph: str, *, wait: bool = True) -> Any:
@@ -174,10 +173,6 @@ class OnnxRunner(Runner):
             options.add_run_config_entry("gpu_graph_id", graph)
         options.add_run_config_entry("disable_synchronize_execution_providers", str(int(not wait)))
         return options
-
-    def synchronize(self) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()
 
     def _describe(self) -> dict[str, object]:
         shown = {key: value for key, value in self._provider_options.items() if key != "user_compute_stream"}

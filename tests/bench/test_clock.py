@@ -9,6 +9,7 @@ import pytest
 
 from vitcompress.bench import timing
 from vitcompress.bench.timing import Protocol, Samples, Target, is_settled, measure
+from vitcompress.exporters.calls import BoundCall
 
 WAIT = 0.125  # seconds that a synchronisation takes
 
@@ -28,7 +29,7 @@ class Clock:
     def target(self, seconds: Iterable[float]) -> Target:
         """Runs with these durations, each followed by a wait."""
         durations = iter(seconds)
-        return Target("a", lambda: self.work(next(durations)), lambda: self.work(WAIT))
+        return "a", BoundCall(lambda: self.work(next(durations) + WAIT))
 
 
 @pytest.fixture
@@ -82,7 +83,7 @@ def test_joules_are_those_of_the_blocks_with_their_untimed_runs(clock: Clock) ->
         used[0] += 3.0 if next(started) > 2 else 100.0  # the warm-up's do not count
         clock.work(0.5)
 
-    (samples,) = measure([Target("a", step)], Protocol("p", batch=7, warmup=2, runs=40), joules=lambda: used[0])
+    (samples,) = measure([("a", BoundCall(step))], Protocol("p", batch=7, warmup=2, runs=40), joules=lambda: used[0])
     assert samples.joules == 3.0 * 60
     assert samples.images_per_joule == 7 / 3
     assert replace(samples, joules=None).images_per_joule is None

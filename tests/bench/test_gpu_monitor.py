@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from vitcompress.bench import environment, gpu_monitor, machine
-from vitcompress.bench.timing import Protocol, Samples, Target, measure
+from vitcompress.bench.timing import Protocol, Samples, measure
+from vitcompress.exporters.calls import BoundCall
 
 
 class CountingGpu(gpu_monitor.Gpu):
@@ -90,7 +91,7 @@ def test_process_numbers_of_another_namespace_are_ignored() -> None:
 def test_energy_counts_every_image_of_a_block() -> None:
     counter = iter(float(i) for i in range(1000))
     (samples,) = measure(
-        [Target("a", lambda: None)], Protocol("p", batch=4, warmup=0, runs=20), joules=lambda: next(counter)
+        [("a", BoundCall(lambda: None))], Protocol("p", batch=4, warmup=0, runs=20), joules=lambda: next(counter)
     )
     assert samples.joules == len(samples.blocks_ms) == 20  # one joule between two readings
     assert samples.images_per_joule is None  # blocks far below what a counter resolves
@@ -112,7 +113,9 @@ def test_a_target_that_times_itself_is_called_with_the_number_of_runs() -> None:
         calls.append(runs)
         return [1.0] * runs, 1.5 * runs
 
-    (samples,) = measure([Target("a", lambda: None, timed=timed)], Protocol("p", batch=2, warmup=1, runs=30))
+    call = BoundCall(lambda: None)
+    call.timed = timed
+    (samples,) = measure([("a", call)], Protocol("p", batch=2, warmup=1, runs=30))
     assert sum(calls) == len(samples.runs_ms) == 30
     assert (samples.clock, samples.images_per_second) == ("cuda events", 1000 * 2 * 30 / 45)
 

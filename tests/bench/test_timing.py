@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from vitcompress.bench.suite import BenchOptions
-from vitcompress.bench.timing import PROTOCOLS, Protocol, Samples, Target, is_settled, measure, ratio
+from vitcompress.bench.timing import PROTOCOLS, Protocol, Samples, is_settled, measure, ratio
 from vitcompress.errors import InputError
+from vitcompress.exporters.calls import BoundCall
 from vitcompress.io.progress import Progress
 from vitcompress.io.validation import options_of
 
@@ -28,7 +29,7 @@ def drawn(
 
 def test_targets_alternate_and_all_runs_are_kept() -> None:
     calls: list[str] = []
-    targets = [Target(name, lambda name=name: calls.append(name)) for name in "ab"]
+    targets = [(name, BoundCall(lambda name=name: calls.append(name))) for name in "ab"]
     results = measure(targets, Protocol("p", batch=4, warmup=3, runs=50))
     assert [len(samples.runs_ms) for samples in results] == [50, 50]
     assert [samples.warmup_runs for samples in results] == [3, 3]
@@ -43,31 +44,26 @@ def test_the_requested_number_of_runs(runs: int) -> None:
     updates = list[tuple[int, int]]()
     progress = Progress()
     progress.update = lambda label, done, total, text="": updates.append((done, total))  # type: ignore[method-assign]
-    (samples,) = measure([Target("a", lambda: None)], Protocol("p", warmup=0, runs=runs), progress=progress)
+    (samples,) = measure([("a", BoundCall(lambda: None))], Protocol("p", warmup=0, runs=runs), progress=progress)
     assert len(samples.runs_ms) == runs
     rounds = updates[2:]  # after those of the warm-up
     assert rounds == [(done + 1, len(rounds)) for done in range(len(rounds))]
 
 
 def test_a_minimum_duration_is_kept() -> None:
-    (samples,) = measure([Target("a", lambda: sum(range(1000)))], Protocol("p", warmup=5, runs=1, min_seconds=0.05))
+    call = BoundCall(lambda: sum(range(1000)))
+    (samples,) = measure([("a", call)], Protocol("p", warmup=5, runs=1, min_seconds=0.05))
     assert sum(samples.wall_ms) >= 50
 
 
 def test_runs_that_become_slower_than_the_warm_up_promised_leave_room_for_an_interval() -> None:
     calls = itertools.count()
-    a, b = (Target(name, lambda: time.sleep(0.002 if next(calls) >= 20 else 0)) for name in "ab")
-    results = measure([a, b], Protocol("p", warmup=10, runs=40, min_seconds=0.05))
+    slower = BoundCall(lambda: time.sleep(0.002 if next(calls) >= 20 else 0))
+    results = measure([("a", slower), ("b", slower)], Protocol("p", warmup=10, runs=40, min_seconds=0.05))
     assert [len(samples.blocks_ms) for samples in results] == [20, 20]
     blocks = results[0].blocks_ms
     assert len(blocks[0]) > 2 == len(blocks[-1])  # an equal share of the remaining seconds, at least 2
     assert ratio(*results)["ci95"][1] is not None
-
-
-def test_synchronisation_follows_every_run_and_ends_the_warm_up() -> None:
-    calls: list[str] = []
-    measure([Target("a", lambda: calls.append("s"), lambda: calls.append("w"))], Protocol("p", warmup=2, runs=3))
-    assert "".join(calls).replace("sw", "") == ""
 
 
 @pytest.mark.parametrize(
@@ -81,9 +77,9 @@ def test_a_settled_warm_up_is_recognized(runs: list[float], settled: bool) -> No
 
 def test_patience_ends_a_warm_up_that_does_not_settle() -> None:
     impatient = Protocol("p", warmup=7, runs=1, settle=True, patience_seconds=0)
-    (samples,) = measure([Target("a", lambda: None)], impatient)
+    (samples,) = measure([("a", BoundCall(lambda: None))], impatient)
     assert samples.settled is False and len(samples.runs_ms) == 1 and samples.warmup_runs == 7
-    (samples,) = measure([Target("a", lambda: None)], replace(impatient, warmup_seconds=0.01))
+    (samples,) = measure([("a", BoundCall(lambda: None))], replace(impatient, warmup_seconds=0.01))
     assert samples.warmup_seconds >= 0.01
     assert PROTOCOLS["paper"].id == "paper-10/100/256"
 

@@ -1,14 +1,15 @@
 """Closing a runner frees its memory, even if its bound calls still exist."""
 
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from contracts import build, contract, images, traces
 
-from vitcompress.bench import timing
 from vitcompress.bench.artifacts import synthetic_images
 from vitcompress.errors import VitcompressError
 from vitcompress.exporters.calls import QueuedCall
@@ -49,14 +50,13 @@ def test_closing_a_runner_frees_the_memory_of_its_calls(name: str, folder: Path)
     runner = open_runner(path)
     other = open_runner(path)
     calls, stays = [runner.bind(X), runner.bind(X[:1])], other.bind(X)
-    target = timing.Target(runner.name, calls[0], runner.synchronize)
     parts = large_parts(runner)
     for call in calls:
         call()
     assert all(part() is not None for part in parts)
     runner.close()
     assert [part() for part in parts] == [None] * len(parts)
-    for call in (*calls, target.step):
+    for call in calls:
         with pytest.raises(VitcompressError, match="is closed"):
             call()
     runner.close()
@@ -83,3 +83,11 @@ def test_a_call_without_references_is_not_kept(folder: Path) -> None:
     del call
     assert seen() is None
     runner.close()
+
+
+def test_a_call_on_a_gpu_returns_when_its_pass_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    stream = SimpleNamespace(synchronize=lambda: done.append("waited"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda own: nullcontext())
+    QueuedCall(lambda: done.append("queued"), stream)()
+    assert done == ["queued", "waited"]
