@@ -138,18 +138,18 @@ class Runner(ABC):
         self.input = read_input(self.name, labels, self.input_size)
 
     def _prepare(self, images: Tensor) -> np.ndarray:
+        self._check_batch(len(images))
         if not self.takes_bytes or images.dtype != torch.uint8:
             check_images(images, self.input_size)
         return prepare_input(images, self.input, uint8=self.takes_bytes)
 
-
-def check_batch(name: str, allowed: Sequence[int], images: int) -> None:
-    """Raise InputError for a batch outside the range (minimum, optimal, maximum) that `name` was built for."""
-    low, _, high = allowed
-    if not low <= images <= high:
-        other = "use such a --batch, or export with another range (--batch MIN:OPT:MAX)"
-        hint = f"use --batch {low}" if low == high else other
-        raise InputError(f"{name} takes batches of {format_range(low, high)}, got {images}", hint=hint)
+    def _check_batch(self, images: int) -> None:
+        """Raise InputError for a batch outside the range that the file was built for."""
+        low, _, high = self.batch_range or (0, 0, images)
+        if not low <= images <= high:
+            other = "use such a --batch, or export with another range (--batch MIN:OPT:MAX)"
+            hint = f"use --batch {low}" if low == high else other
+            raise InputError(f"{self.name} takes batches of {format_range(low, high)}, got {images}", hint=hint)
 
 
 def prepare_input(images: Tensor, input: InputConfig | None, *, uint8: bool) -> np.ndarray:

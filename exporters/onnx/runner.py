@@ -15,7 +15,7 @@ from vitcompress.exporters.calls import BoundCall, QueuedCall
 from vitcompress.exporters.onnx import file, libraries, providers
 from vitcompress.exporters.onnx.providers import CPU, ProviderSettings
 from vitcompress.exporters.options import DEFAULTS
-from vitcompress.exporters.runner import Runner, RunnerOptions, check_batch
+from vitcompress.exporters.runner import Runner, RunnerOptions
 from vitcompress.exporters.sidecar import check_sha256
 from vitcompress.io import hardware
 from vitcompress.io.files import decode_json_values
@@ -125,8 +125,6 @@ class OnnxRunner(Runner):
         return torch.from_numpy(self._run(self._prepare(images)))
 
     def _prepare(self, images: Tensor) -> np.ndarray:
-        if self.batch_range is not None:
-            check_batch(self._file_name, self.batch_range, len(images))
         return np.ascontiguousarray(super()._prepare(images), dtype=INPUT_TYPES[self._input.type])
 
     def _run(self, data: np.ndarray) -> np.ndarray:

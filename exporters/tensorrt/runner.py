@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vitcompress.errors import ArtifactError, DeviceError
 from vitcompress.exporters.calls import BoundCall
-from vitcompress.exporters.runner import Runner, RunnerOptions, check_batch
+from vitcompress.exporters.runner import Runner, RunnerOptions
 from vitcompress.exporters.sidecar import find_mismatches, read_sidecar, sidecar_path
 from vitcompress.exporters.tensorrt.flavours import FLAVOURS, HEADER, RTX, Flavour, capability, numbers
 from vitcompress.exporters.tensorrt.process import EngineProcess
@@ -34,9 +34,9 @@ class EngineRunner(Runner):
         if options.precision not in (None, self._precision):
             message = f"{path} was built in {self._precision or 'an unknown precision'}, not in {options.precision}"
             raise DeviceError(message, hint=f"export it with --precision {options.precision}")
-        if built_for := self._build.get("batch"):
-            for images in options.batch or ():
-                check_batch(self.name, built_for, images)
+        self.batch_range = self._build.get("batch")
+        for images in options.batch or ():
+            self._check_batch(images)
         self._index = _choose_gpu(path, options, self._build, self._flavour)
         host_code = bool(self._build.get("version_compatible"))
         if host_code and not options.trust:
@@ -58,20 +58,16 @@ class EngineRunner(Runner):
         self._slots = count(1)
 
     def __call__(self, images: Tensor) -> Tensor:
-        self._put(0, images)
+        self._process.bind(0, self._prepare(images))
         return self._process.logits(0)
 
     def _bind(self, images: Tensor) -> BoundCall:
         slot = next(self._slots)
-        self._put(slot, images)
+        self._process.bind(slot, self._prepare(images))
         timed = partial(self._process.timed, slot)
         call = BoundCall(partial(timed, 1))
         call.timed = timed  # in the process of the engine
         return call
-
-    def _put(self, slot: int, images: Tensor) -> None:
-        check_batch(self.name, self.facts["batch"], len(images))
-        self._process.bind(slot, self._prepare(images))
 
     def _describe(self) -> dict[str, object]:
         return {
