@@ -3,7 +3,7 @@
 A provider is chosen by name or by device. It runs the model, or the session is rejected: no other provider replaces it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -24,22 +24,6 @@ HEAVY = frozenset(
 
 
 @dataclass(frozen=True)
-class ProviderSettings:
-    """Settings of a session's provider. index: number of the GPU. stream: address of the CUDA stream to compute on.
-
-    profile: (minimum, optimal, maximum) shape of the input as `images:1x3x224x224`; empty if the file has fixed shapes.
-    cache: folder for what the provider builds, or None.
-    """
-
-    index: int = 0
-    tf32: bool = False
-    cuda_graph: bool = False
-    stream: int = 0
-    profile: tuple[str, ...] = ()
-    cache: Path | None = None
-
-
-@dataclass(frozen=True)
 class Provider:
     """One execution provider.
 
@@ -48,7 +32,9 @@ class Provider:
         has no option).
     graphs: whether a session can record CUDA graphs, one for each bound input.
     builds: whether it compiles the file for a range of batches first, and can cache the result.
-    load(): loads its libraries. options(settings): its options under ONNX Runtime's names.
+    load(): loads its libraries. options(options, profile): its options under ONNX Runtime's names, besides the GPU and
+        its stream. profile: (minimum, optimal, maximum) shape of the input as `images:1x3x224x224`; empty if the file
+        has fixed shapes.
     """
 
     name: str
@@ -59,7 +45,7 @@ class Provider:
     graphs: bool = False
     builds: bool = False
     load: Callable[[], None] = lambda: None
-    options: Callable[[ProviderSettings], dict[str, str]] = lambda settings: {}
+    options: Callable[[RunnerOptions, Sequence[str]], dict[str, str]] = lambda options, profile: {}
 
     @property
     def present(self) -> bool:
@@ -67,19 +53,18 @@ class Provider:
         return not libraries.unavailable() and self.name in libraries.load_onnxruntime().get_available_providers()
 
 
-def _cuda_options(settings: ProviderSettings) -> dict[str, str]:
-    flags = {"use_tf32": str(int(settings.tf32)), "enable_cuda_graph": str(int(settings.cuda_graph))}
-    return {"device_id": str(settings.index), "user_compute_stream": str(settings.stream), **flags}
+def _cuda_options(options: RunnerOptions, profile: Sequence[str]) -> dict[str, str]:
+    return {"use_tf32": str(int(options.precision == "tf32")), "enable_cuda_graph": str(int(options.cuda_graph))}
 
 
-def _tensorrt_options(settings: ProviderSettings) -> dict[str, str]:
+def _tensorrt_options(options: RunnerOptions, profile: Sequence[str]) -> dict[str, str]:
     """Without precision flags the network is strongly typed: the file determines the precision."""
     flags = dict.fromkeys(("trt_fp16_enable", "trt_bf16_enable", "trt_int8_enable"), "0")
-    for kind in ("engine", "timing") if settings.cache is not None else ():
-        flags |= {f"trt_{kind}_cache_enable": "1", f"trt_{kind}_cache_path": str(settings.cache)}
-    for kind, shape in zip(("min", "opt", "max"), settings.profile, strict=False):
+    for kind in ("engine", "timing") if options.engine_cache is not None else ():
+        flags |= {f"trt_{kind}_cache_enable": "1", f"trt_{kind}_cache_path": str(options.engine_cache)}
+    for kind, shape in zip(("min", "opt", "max"), profile, strict=False):
         flags[f"trt_profile_{kind}_shapes"] = shape
-    return {"device_id": str(settings.index), "user_compute_stream": str(settings.stream), **flags}
+    return flags
 
 
 _ALL = (

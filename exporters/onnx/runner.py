@@ -1,5 +1,6 @@
 """Run ONNX files in ONNX Runtime, without its silent fallbacks."""
 
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor
 from vitcompress.errors import ArtifactError, DeviceError
 from vitcompress.exporters.calls import BoundCall, QueuedCall
 from vitcompress.exporters.onnx import file, libraries, providers
-from vitcompress.exporters.onnx.providers import CPU, ProviderSettings
+from vitcompress.exporters.onnx.providers import CPU
 from vitcompress.exporters.options import DEFAULTS
 from vitcompress.exporters.runner import Runner, RunnerOptions
 from vitcompress.exporters.sidecar import check_sha256
@@ -50,7 +51,7 @@ class OnnxRunner(Runner):
         self._graph_numbers = count(1)
         stream: Any = torch.cuda.Stream  # which CUDA events can time
         self._stream = stream(torch.device(self._device)) if self._device.startswith("cuda") else None
-        self._provider_options = self._provider.options(self._provider_settings(model))
+        self._provider_options = self._create_options(model)
         eight_bits = labels.get("quantization")
         # What an engine was built from has weights of 8 bits, whose products must not saturate here.
         exact = isinstance(eight_bits, dict) and eight_bits.get("form") == "float_bias"
@@ -62,17 +63,19 @@ class OnnxRunner(Runner):
         self._set_input(self._input.shape[1:], labels, takes_bytes=self._input.type == "tensor(uint8)")
         self._transfers = options.transfers and self._stream is not None
 
-    def _provider_settings(self, model: Any) -> ProviderSettings:
-        """The provider's settings. Sets the range of batches that it builds for, if any."""
-        options = self._options
-        cache = None if options.engine_cache is None else libraries.prepare_cache(options.engine_cache)
+    def _create_options(self, model: Any) -> dict[str, str]:
+        """The provider's options. Sets the range of batches that it builds for, if any."""
+        options = replace(self._options, precision=self._precision)
+        if options.engine_cache is not None:
+            options = replace(options, engine_cache=libraries.prepare_cache(options.engine_cache))
         name, sizes = _image_input(model)
         dynamic = self._provider.builds and sizes and not sizes[0]
         self.batch_range = (options.batch or DEFAULTS["batch"]) if dynamic else None
         profile = tuple(f"{name}:{'x'.join(map(str, (batch, *sizes[1:])))}" for batch in self.batch_range or ())
-        stream = 0 if self._stream is None else int(self._stream.cuda_stream)
-        index = hardware.parse_device(self._device)[1]
-        return ProviderSettings(index, self._precision == "tf32", options.cuda_graph, stream, profile, cache)
+        own, index = self._provider.options(options, profile), hardware.parse_device(self._device)[1]
+        if self._stream is None:
+            return own
+        return {"device_id": str(index), "user_compute_stream": str(self._stream.cuda_stream), **own}
 
     def _open(self, path: Path, *, exact: bool) -> Any:
         name, options, process = self._provider.name, self._ort.SessionOptions(), psutil.Process()

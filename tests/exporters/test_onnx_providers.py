@@ -21,7 +21,7 @@ from vitcompress.errors import DeviceError, InputError, OutputError
 from vitcompress.exporters.doctor import onnx_problem
 from vitcompress.exporters.onnx import libraries, providers
 from vitcompress.exporters.onnx.export import export
-from vitcompress.exporters.onnx.providers import CPU, CUDA, PROVIDERS, TENSORRT, ProviderSettings
+from vitcompress.exporters.onnx.providers import CPU, CUDA, PROVIDERS, TENSORRT
 from vitcompress.exporters.runtimes import RunnerOptions, open_runner
 from vitcompress.models.create import input_config
 
@@ -84,17 +84,13 @@ def test_the_cpu_by_its_name_is_the_default(onnx: Path) -> None:
 
 
 def test_tensorrt_options_have_the_batch_range_and_no_precision(tmp_path: Path) -> None:
-    options = PROVIDERS[TENSORRT].options(ProviderSettings(1, profile=PROFILE, cache=tmp_path, stream=7))
+    options = PROVIDERS[TENSORRT].options(RunnerOptions(engine_cache=tmp_path), PROFILE)
     assert {options[f"trt_{kind}_enable"] for kind in ("fp16", "bf16", "int8")} == {
         "0"
     }  # the file states its precision
     assert [options[f"trt_profile_{kind}_shapes"] for kind in ("min", "opt", "max")] == list(PROFILE)
-    assert (options["device_id"], options["user_compute_stream"], options["trt_engine_cache_path"]) == (
-        "1",
-        "7",
-        str(tmp_path),
-    )
-    bare = PROVIDERS[TENSORRT].options(ProviderSettings())
+    assert options["trt_engine_cache_path"] == options["trt_timing_cache_path"] == str(tmp_path)
+    bare = PROVIDERS[TENSORRT].options(RunnerOptions(), ())
     assert not [key for key in bare if "profile" in key or "cache" in key]
 
 
@@ -102,7 +98,7 @@ def test_tensorrt_options_have_the_batch_range_and_no_precision(tmp_path: Path) 
 def test_the_library_knows_every_option() -> None:
     folder = Path(ort.__file__).parent / "capi"
     (library,) = (path for path in folder.iterdir() if "providers_tensorrt" in path.name)
-    options = PROVIDERS[TENSORRT].options(ProviderSettings(profile=PROFILE, cache=folder))
+    options = PROVIDERS[TENSORRT].options(RunnerOptions(engine_cache=folder), PROFILE)
     known = library.read_bytes()
     assert [key for key in options if key.startswith("trt_") and key.encode() not in known] == []
 
@@ -152,7 +148,7 @@ def logged() -> Iterator[None]:
 def test_a_library_that_is_missing_is_named(onnx: Path, logged: None) -> None:
     provider = PROVIDERS[TENSORRT]
     provider.load()
-    argument = [(provider.name, provider.options(ProviderSettings()))]
+    argument = [(provider.name, provider.options(RunnerOptions(), ()))]
     with pytest.raises(RuntimeError) as caught, libraries.capture_stderr() as lines:
         ort.InferenceSession(str(onnx), providers=argument, enable_fallback=0)
     assert libraries.error_text(caught.value).startswith("Please install TensorRT libraries")
@@ -249,6 +245,7 @@ def test_a_provider_runs_all_heavy_operators_and_agrees_with_the_model(name: str
             x = X.repeat(8, 1, 1, 1)[:batch]
             assert (runner(x) - expected(x)).abs().max() <= share * expected(x).abs().max()
         assert (about["provider"], about["device"]) == (name, "cuda:0") and about["device_name"]
+        assert about["provider_options"]["device_id"] == "0"
         assert about["batch_range"] == ([1, 4, 8] if PROVIDERS[name].builds else None)
         times, wall = runner.bind(X).timed(5)  # type: ignore[misc]
         assert len(times) == 5 and min(times) > 0 and wall > 0
