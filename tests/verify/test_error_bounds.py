@@ -8,7 +8,15 @@ from contracts import build, images, logits
 from torch import Tensor, nn
 
 from vitcompress.families import family_of
-from vitcompress.verify.tolerance import _aten, _gamma, _variance_of_sums, fold_excess, reference, rounding_limit
+from vitcompress.verify.tolerance import (
+    _aten,
+    _gamma,
+    _variance_of_sums,
+    exact_logits,
+    fold_excess,
+    pair_limits,
+    rounding_limit,
+)
 
 ULP = 2.0**-23  # between neighbors in float32 from 1 to 2
 LARGE = 2.0 - ULP  # the largest number below 2, which one unit in the last place changes by the unit roundoff
@@ -82,18 +90,18 @@ def test_in_float64_only_the_arithmetic_differs() -> None:
 def test_two_evaluations_differ_more_than_one_from_the_exact_result() -> None:
     """Their variances add up; in float64 both are smaller by the quotient of the roundoffs."""
     model, x = build("plain", dtype=torch.float16), images("plain", dtype=torch.float32)
-    truth, one = reference(model, x), rounding_limit(model, x).logit
-    assert truth.between == pytest.approx(one * math.sqrt(2), rel=1e-15)
-    assert truth.exact_between == pytest.approx(one * math.sqrt(2) * 2.0**-42, rel=1e-15)
+    (between, exact_between), one = pair_limits(model, x), rounding_limit(model, x).logit
+    assert between == pytest.approx(one * math.sqrt(2), rel=1e-15)
+    assert exact_between == pytest.approx(one * math.sqrt(2) * 2.0**-42, rel=1e-15)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_the_reference_is_the_model_in_float64_with_its_stored_weights(dtype: torch.dtype) -> None:
+def test_exact_logits_are_those_of_the_model_in_float64_with_its_stored_weights(dtype: torch.dtype) -> None:
     model, x = build("plain", dtype=dtype), images("plain", dtype=torch.float32)
-    truth = reference(model, x)
-    assert truth.exact.dtype == torch.float64
-    assert torch.equal(truth.exact, logits(model.double(), x.double()))
-    assert family_of(model).name == "vit" and not truth.exact.requires_grad
+    exact = exact_logits(model, x)
+    assert exact.dtype == torch.float64
+    assert torch.equal(exact, logits(model.double(), x.double()))
+    assert family_of(model).name == "vit" and not exact.requires_grad
 
 
 def test_a_bias_is_no_part_of_the_sums_of_a_convolution() -> None:

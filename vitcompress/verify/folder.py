@@ -35,7 +35,7 @@ from vitcompress.verify.files import check_file, record_status, rejected_exports
 from vitcompress.verify.fold import EXACT_IMAGES, fold_folder_checks
 from vitcompress.verify.outputs import AGREEMENT, Original, PlannedOriginal
 from vitcompress.verify.slice import slice_folder_checks
-from vitcompress.verify.tolerance import BATCH, exact_logits, model_logits, reference
+from vitcompress.verify.tolerance import BATCH, exact_logits, model_logits, pair_limits
 from vitcompress.verify.weights import FileTensors, shape_check, weight_table
 
 MOST_IMAGES = 1000  # on which files are compared with their model
@@ -256,7 +256,7 @@ def _reload_checks(files: RunFolder, original: PlannedOriginal, recorded: Mappin
 
 def _logits_check(name: str, model: nn.Module, images: Tensor, others: Tensor, what: str) -> Check:
     """Check that the logits `others` are those of `model`, up to rounding."""
-    tolerance = reference(model, images[:EXACT_IMAGES]).between
+    tolerance, _ = pair_limits(model, images[:EXACT_IMAGES])
     difference = largest_difference(model_logits(model, images), others)
     return limit_check(name, difference, tolerance, f"difference of the logits from {what}")
 

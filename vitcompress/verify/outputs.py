@@ -5,7 +5,7 @@ files that they are built from, at the best and the largest batch of their range
 One number d for each precision, its share, limits how much the logits may change:
 
 - error: the largest difference of a logit, divided by the largest logit, is at most d. In fp32 on the CPU it is at most
-  what rounding explains (`tolerance.reference`), which is far less;
+  what rounding explains (`tolerance.rounding_limit`), which is far less;
 - cosine: 1 - cos of the logits x of an image is at most d^2 / 2, the effect of a relative error of d in the logits, or
   what rounding explains, if that is more, as on images whose logits are all small: errors of a norm r turn x by an
   angle whose sine is at most r / |x|, and by any angle if r is more than |x|;

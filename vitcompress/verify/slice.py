@@ -20,7 +20,7 @@ from vitcompress.io.tensors import save_tensors
 from vitcompress.models.checkpoint import load_model_files, read_plan
 from vitcompress.plan import Plan
 from vitcompress.surgery.masks import mask_channels
-from vitcompress.verify.tolerance import reference
+from vitcompress.verify.tolerance import exact_logits, pair_limits
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def slice_check(model: nn.Module, delta: Plan, images: Tensor, name: str = "slic
             return Check(name, "not_run", detail=note)
     sliced = surgery.apply_to_copy(model, replace(delta, folded=()))
     masked = surgery.apply_to_copy(model, replace(delta, kept={}, heads={}, padded=(), folded=())).double().eval()
-    truth = reference(sliced.eval(), images)
+    _, tolerance = pair_limits(sliced.eval(), images)
     with torch.no_grad():
         before = masked(images.double())
         with mask_channels(masked, family_of(masked), _masks(masked, delta)):
@@ -72,7 +72,7 @@ def slice_check(model: nn.Module, delta: Plan, images: Tensor, name: str = "slic
     alone = f"the masks alone change them by {largest_difference(before, expected):.1e}"
     alone += f"; omitted: {note}" if note else ""
     detail = f"largest difference of the logits of masked and sliced, float64, {len(delta.kept)} spaces; {alone}"
-    return limit_check(name, largest_difference(truth.exact, expected), truth.exact_between, detail)
+    return limit_check(name, largest_difference(exact_logits(sliced, images), expected), tolerance, detail)
 
 
 def slice_folder_checks(files: RunFolder, plan: Plan, images: Tensor) -> list[Check]:

@@ -52,18 +52,6 @@ _COPIES = {_aten.clone, _aten.copy_, _aten._to_copy, _aten.cat, _aten.index, _at
 
 
 @dataclass(frozen=True)
-class Reference:
-    """The exact logits of a model with its stored weights, (images, classes), in float64.
-
-    between: tolerance of two evaluations in the model's own precision. exact_between: of two in float64.
-    """
-
-    exact: Tensor
-    between: float
-    exact_between: float
-
-
-@dataclass(frozen=True)
 class Rounding:
     """How much rounding may change a logit and all logits of an image, in the Euclidean norm, and the KL divergence of
     an image, in nats.
@@ -74,11 +62,13 @@ class Rounding:
     kl: float
 
 
-@torch.no_grad()
-def reference(model: nn.Module, images: Tensor) -> Reference:
-    """Evaluate `model` in float64 on `images`, (count, channels, height, width), and derive its tolerances."""
+def pair_limits(model: nn.Module, images: Tensor) -> tuple[float, float]:
+    """How much a logit of two evaluations of `model` may differ, in its own precision and in float64.
+
+    images: (count, channels, height, width).
+    """
     between = math.sqrt(2) * rounding_limit(model, images).logit
-    return Reference(exact_logits(model, images), between, between * _roundoff(torch.float64) / _model_roundoff(model))
+    return between, between * _roundoff(torch.float64) / _model_roundoff(model)
 
 
 @torch.no_grad()
