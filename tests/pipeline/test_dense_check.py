@@ -297,6 +297,16 @@ def test_images_of_a_calibration_are_those_of_the_run() -> None:
     assert "int8 needs images: the images or labels" in expect_error("export", "run", "--precision", "int8")
 
 
+def test_images_of_a_calibration_may_have_moved() -> None:
+    run("--out", "run")
+    Path("pictures").rename("moved")
+    words = ["export", "run", "--precision", "int8"]
+    assert "--data" in expect_error(*words)
+    assert CliRunner().invoke(cli.main, [*words, "--data", "moved"]).exit_code == 0
+    next(Path("moved/train").rglob("*.png")).unlink()
+    assert "the images or labels of moved" in expect_error(*words, "--data", "moved", "--calibration", "20")
+
+
 def test_a_run_that_an_earlier_version_began_is_continued() -> None:
     """It recorded one accuracy, not that of each set of images."""
     run("--out", "run", "--expect", "99", code=1)

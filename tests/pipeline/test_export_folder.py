@@ -265,7 +265,7 @@ def test_int8_where_the_images_of_the_run_are_not_states_how_to_export(folder: P
     (folder / "report.json").write_text("{}")
     with pytest.raises(InputError, match=r"int8 needs images: .*none does not exist") as caught:
         write_file(folder, options=ExportOptions(precision="int8"))
-    assert "pass data to vitcompress.export" in str(caught.value.hint)
+    assert "in --data, or pass data to vitcompress.export" in str(caught.value.hint)
 
 
 def test_int8_without_training_images_is_an_error(folder: Path) -> None:

@@ -53,11 +53,18 @@ def verify(folder: Path, require_verified: bool, adopt: bool) -> int:
 @opt.export_options
 @opt.option("--out -o", "File to write (default: in DIR).", FILE)
 @opt.flag("--dense", "Export the model before pruning, to compare with.")
+@opt.option("--data", "Folder of the run's images, if they have moved.", FOLDER)
 @opt.flag("--require-verified", "Exit code 1 if the file cannot be verified on this machine.")
 @opt.option("--sign", "Sign the file with this private key, unless a check fails.", opt.KEY, "KEY")
 @common_options
 def export(
-    folder: Path, format: str | None, out: Path | None, dense: bool, require_verified: bool, **options: Any
+    folder: Path,
+    format: str | None,
+    out: Path | None,
+    dense: bool,
+    data: Path | None,
+    require_verified: bool,
+    **options: Any,
 ) -> int:
     """Export a finished run folder again.
 
@@ -78,11 +85,13 @@ def export(
         stated = {name: value for name, value in options.items() if value not in (None, (), exports.FASTEST)}
         settings, candidates = options_of(ExportOptions, stated, "export"), list[Any]()
         if fastest:
-            best, candidates = exports.choose_fastest(folder, format, settings, out=out, dense=dense, progress=progress)
+            best, candidates = exports.choose_fastest(
+                folder, format, settings, out=out, dense=dense, progress=progress, data=data
+            )
             format, settings = best.format, exports.options_for(settings, best)
         with claim_run(folder, progress):
             done = exports.export_folder(
-                folder, format or "onnx", options=settings, out=out, dense=dense, progress=progress
+                folder, format or "onnx", options=settings, out=out, dense=dense, data=data, progress=progress
             )
             for left in filter(Path.is_dir, done.path.parent.glob(f".{escape(done.path.name)}{UNFINISHED[1:]}")):
                 rmtree(left)  # by an export of this file that was killed
@@ -92,8 +101,8 @@ def export(
         failed = [check["detail"] for check in done.build.get("truth", ()) if check["verdict"] == "failed"]
         if key and outcome.verdict != "failed" and not failed:
             progress.note(f"signature: {exports.sign_artifact(done.path, key)}")
-    data = {"folder": str(outcome.path.parent), "candidates": list(map(vars, candidates))}
-    result = {**data, **done.to_dict(), **outcome.to_dict()}
+    about = {"folder": str(outcome.path.parent), "candidates": list(map(vars, candidates))}
+    result = {**about, **done.to_dict(), **outcome.to_dict()}
     print_result({**result, **({"verdict": "failed", "verified": False} if failed else {})}, tables.print_export)
     file = done.path.name
     if outcome.verdict == "failed":

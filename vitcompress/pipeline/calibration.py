@@ -45,8 +45,9 @@ Sizes = dict[str, Annotated[float, Strict(), Ge(0)]]
 class Calibration:
     """Called with the ONNX file of `model` in fp32, returns its ranges (`ModelInfo.calibrate`).
 
-    training: images of the training data; None: those of the run in `files`. files: the folder that keeps the ranges,
-    if it has a plan: one file for each combination of model, plan, images and settings.
+    training: images of the training data; None: those of the run in `files`, which are in the folder `data` if it is
+    set. files: the folder that keeps the ranges, if it has a plan: one file for each combination of model, plan, images
+    and settings.
     """
 
     model: nn.Module
@@ -56,6 +57,7 @@ class Calibration:
     seed: int = 0
     progress: Progress = SILENT
     ranges: Mapping[str, float] | None = None
+    data: Path | None = None
 
     @cached_property
     def factors(self) -> Factors:
@@ -112,10 +114,11 @@ class Calibration:
                 raise InputError(message, hint="export a folder with a recipe.toml, or pass data to vitcompress.export")
             recipe = load_recipe_of_run(self.files.recipe)
             try:
-                data = open_data(recipe.data, recipe.run.seed).reorder(class_names_of(self.model))
+                options = recipe.data.moved_to(str(self.data)) if self.data else recipe.data
+                data = open_data(options, recipe.run.seed).reorder(class_names_of(self.model))
                 check_images(dense_folder_of_run(self.files.path), data)
             except InputError as error:
-                hint = "link the images of the run to their old place, or pass data to vitcompress.export in Python"
+                hint = "name the folder of the run's images in --data, or pass data to vitcompress.export in Python"
                 raise InputError(f"{self.options.precision} needs images: {error.message}", hint=hint) from None
             self.training, self.seed = data.train, recipe.run.seed
         return random_images(self.training, input_config(self.model), count, self.seed)

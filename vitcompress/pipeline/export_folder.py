@@ -46,6 +46,7 @@ def export_folder(
     options: ExportOptions | None = None,
     out: Path | None = None,
     dense: bool = False,
+    data: Path | None = None,
     progress: Progress = SILENT,
     traces: dict[Any, Any] | None = None,
 ) -> Exported:
@@ -53,7 +54,8 @@ def export_folder(
 
     A precision other than fp32, and bytes as input, are part of the file's name: `model-fp16-uint8.onnx`. Both always
     are, and the targets of `--sm`, as in `model-fp32-float32-sm89.rtx.engine`, if the shorter name is that of another
-    file. dense: write the model before pruning, to `dense.<suffix>`. traces: of earlier exports of the same model.
+    file. dense: write the model before pruning, to `dense.<suffix>`. data: the folder of the run's images, if they have
+    moved. traces: of earlier exports of the same model.
     Raises InputError for a format or options that are not supported here, and for the name of a file of another format,
     model, precision, input or target; ArtifactError without a finished run or the dense model; and as `write_export`.
     """
@@ -74,7 +76,7 @@ def export_folder(
     read = files.report, files.verification, files.recorded_outputs, files.unfolded, sidecar_path(onnx)
     check_unchanged(folder, *read)
     read_record(files.verification, Verification)  # checks of the file are added to it
-    calibration = Calibration(model, options, files, progress=progress)
+    calibration = Calibration(model, options, files, progress=progress, data=data)
     images, real = recorded_images(folder, model)
     if real and AUTO in options.islands:
         try:
@@ -209,12 +211,19 @@ def options_for(options: ExportOptions, candidate: Candidate) -> ExportOptions:
 
 
 def choose_fastest(
-    folder: Path, form: str | None, options: ExportOptions, *, out: Path | None, dense: bool, progress: Progress
+    folder: Path,
+    form: str | None,
+    options: ExportOptions,
+    *,
+    out: Path | None,
+    dense: bool,
+    progress: Progress,
+    data: Path | None = None,
 ) -> tuple[Candidate, list[Candidate]]:
     """Measure `PRECISIONS` interleaved: the fastest one that passes its checks, and all, by speed.
 
-    form: the format; None: those of `FORMATS` that `out`, the file to write, may have. Raises CheckFailedError if none
-    passes, and the first InputError if none can be exported and run.
+    form: the format; None: those of `FORMATS` that `out`, the file to write, may have. data: as in `export_folder`.
+    Raises CheckFailedError if none passes, and the first InputError if none can be exported and run.
     """
     formats: tuple[str, ...] = (form,) if form else FORMATS
     if out:
@@ -228,7 +237,7 @@ def choose_fastest(
             candidates.append(Candidate(name, precision))
     if not candidates:
         raise InputError(f"{form} has none of the precisions {', '.join(PRECISIONS)}", hint="name one in --precision")
-    write = partial(export_folder, folder, dense=dense, traces={})
+    write = partial(export_folder, folder, dense=dense, data=data, traces={})
     with TemporaryDirectory(prefix="vitcompress-") as temporary:
         for candidate in candidates:
             used = options_for(options, candidate)

@@ -33,7 +33,7 @@ from vitcompress.training.data import Splits, class_count
 from vitcompress.training.datasets import describe_skipped
 from vitcompress.training.distributed import Runtime
 from vitcompress.training.losses import FEATURES
-from vitcompress.training.options import BUILT_IN, DataOptions, TrainOptions
+from vitcompress.training.options import DataOptions, TrainOptions
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _data_table(recipe: Recipe, options: RunOptions, data: Splits | None) -> Dat
         counts = "/".join(str(len(part)) for part in (data.train, data.heldout, data.test))
         table = replace(DataOptions(f"python:{data.name} ({counts} images)"), **table.changes())
     elif options.data is not None:  # a folder of images, or the root of a data set of timm
-        table = replace(table, path=options.data, source="imagefolder" if table.source in BUILT_IN else table.source)
+        table = table.moved_to(options.data)
     if table.path is not None:
         table = replace(table, path=str(user_path(table.path).resolve()))
     return replace(table, **options.preprocessing.changes())

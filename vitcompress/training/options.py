@@ -1,6 +1,6 @@
 """The settings of data and of a training, and its result. Imports neither torch nor timm."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -38,6 +38,10 @@ class DataOptions(Preprocessing):
     heldout: Annotated[Fraction, Doc("share of the training images that are held out for choices")] = 0.1
     workers: Annotated[Workers, Doc("processes that load images; augmented ones depend on this number")] = 0
     broken: Annotated[Broken, Doc("unreadable images of an imagefolder; `skip` decodes all and omits them")] = "error"
+
+    def moved_to(self, path: str) -> "DataOptions":
+        """These options with the images in `path`: class folders, where the source is built in."""
+        return replace(self, path=path, source="imagefolder" if self.source in BUILT_IN else self.source)
 
 
 @dataclass(frozen=True)
