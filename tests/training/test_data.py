@@ -553,6 +553,25 @@ class Noisy(Pairs):
         return self.images[index] + torch.as_tensor(noise, dtype=torch.float32), int(self.targets[index])
 
 
+class Relabeled(Pairs):
+    """Gives the item `changed` another class than its attribute `targets`."""
+
+    changed = 0
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self.images[index], int(self.targets[index]) + (index == self.changed)
+
+
+def test_targets_that_are_not_the_classes_of_the_items_are_rejected() -> None:
+    data: Any = Relabeled(torch.rand(20, 1, 4, 4), torch.arange(20) % 2)
+    with pytest.raises(DataError, match="item 0 of the data set is of class 1, its targets state 0"):
+        as_images(data)
+    data.changed = 1  # not among the items that are read first
+    images = as_images(data)
+    with pytest.raises(DataError, match="item 1 of the data set is of class 2, its targets state 1"):
+        list(TrainLoader(images, INPUT, 4, CPU, augmentation=Augmentation(), seed=0))
+
+
 def test_an_image_without_pixels_is_rejected() -> None:
     for pairs in ([(Image.new("L", (0, 0)), 0)], [(Image.new("L", (4, 4)), 0)] * 3 + [(Image.new("L", (4, 0)), 1)]):
         with pytest.raises(DataError, match=r"of the data set cannot be read: \d x 0 pixels are not from 1 to 89,478"):

@@ -92,6 +92,11 @@ def test_no_untrained_head_is_averaged(tmp_path: Path) -> None:
     for alpha in (0.0, 1.0):
         with pytest.raises(InputError, match="one of the two heads untrained"):
             fit(model, tmp_path / "x", dataclasses.replace(OPTIONS, distillation="hard", alpha=alpha), teacher=vit())
+    with pytest.raises(InputError, match=r"alpha = 0\.5, label_weight = 0 would leave one of the two heads untrained"):
+        Objective(
+            model, TrainOptions(distillation="soft", label_weight=0.0), teacher=vit(), input=INPUT, device=CPU.device
+        )
+    Objective(model, TrainOptions(distillation="features", alpha=0.0), teacher=vit(), input=INPUT, device=CPU.device)
 
 
 def test_two_classes_are_enough() -> None:

@@ -169,9 +169,10 @@ class Objective:
         if labels < 0:
             message = f"with alpha = {alpha:g} the labels would weigh {labels:g}"
             raise InputError(message, hint="use an alpha up to 1, or set label_weight too, as in label_weight = 1.0")
-        if has_two_heads(module) and not (alpha > 0 and labels > 0):
-            message = f"alpha = {alpha:g} would leave one of the two heads untrained, and inference averages both"
-            raise InputError(message, hint="use an alpha between 0 and 1, both excluded")
+        if has_two_heads(module) and not (labels > 0 and (alpha > 0 or options.distillation == "features")):
+            both = f"alpha = {alpha:g}" + f", label_weight = {labels:g}" * (options.label_weight is not None)
+            message = f"{both} would leave one of the two heads untrained, and inference averages both"
+            raise InputError(message, hint="use an alpha between 0 and 1, both excluded, and no label_weight of 0")
         self.teacher = Teacher(teacher, input, device)
 
     def __call__(self, network: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
