@@ -103,3 +103,12 @@ def test_a_relative_folder_is_not_named_in_its_records(tmp_path: Path, monkeypat
 def test_only_the_folder_itself_is_called_dir(folder: str, text: str, expected: str) -> None:
     data = Check("x", "not_run", detail=text, command=text).to_dict(Path(folder))
     assert (data["detail"], data["command"]) == (expected, expected)
+
+
+def test_a_verification_prints_one_line_per_check() -> None:
+    checks = limit_check("agreement.kl", 1.23e-7, 1e-5, "nats"), problem_check("onnx.idle", ["blocks.0"], "")
+    assert str(Verification((*checks, Check("fold", "not_run", tolerance=1e-5)))).splitlines() == [
+        "passed: agreement.kl, 1.2e-07 of at most 1e-05: nats",
+        "failed: onnx.idle: 1 wrong: blocks.0",
+        "not run: fold",
+    ]

@@ -32,6 +32,12 @@ class Check:
     command: str | None = None
     applies: bool = True
 
+    def __str__(self) -> str:
+        """`passed: fold.equivalence, 1.2e-07 of at most 1e-05: on 64 images`"""
+        measured = self.value is not None and self.tolerance
+        limit = f", {self.value:.2g} of at most {self.tolerance:.2g}" if measured else ""
+        return f"{self.verdict.replace('_', ' ')}: {self.name}{limit}{': ' * bool(self.detail)}{self.detail}"
+
     def to_dict(self, folder: Path | None = None) -> dict[str, object]:
         """folder: its absolute path is called DIR in the texts, as in files that leave this machine."""
         data = {**asdict(self), "passed": self.verdict == "passed"}
@@ -54,6 +60,9 @@ class Verification:
 
     checks: tuple[Check, ...]
     weights: Mapping[str, object] = field(default_factory=dict, repr=False)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.checks))
 
     @property
     def passed(self) -> bool:
