@@ -117,6 +117,7 @@ def quantize(source: Path, target: Path, settings: Quantization, metadata: Mappi
     from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
 
     model, ranges, fp8 = onnx.load(str(source)), settings.ranges, settings.precision == "fp8"
+    metadata = {**file.metadata(model), **(metadata or {})}  # the quantizer adds an entry that is no JSON
     products = [(n, inputs) for n, inputs in find_products(model, settings.precision) if set(inputs) <= set(ranges)]
     if not products:
         message = f"no linear layer is left to compute in {settings.precision}"
@@ -155,7 +156,7 @@ def quantize(source: Path, target: Path, settings: Quantization, metadata: Mappi
     _store_in_half(result, settings.half)
     if settings.form == "unsigned_input" and not fp8:
         _use_unsigned_inputs(result)
-    onnx.helper.set_model_props(result, {**file.metadata(result), **(metadata or {})})
+    onnx.helper.set_model_props(result, metadata)
     onnx.save(result, str(target))
 
 

@@ -93,6 +93,13 @@ def settings_of(done: Exported) -> Quantization:
     return Quantization(**json.loads(done.metadata["quantization"]))
 
 
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_all_metadata_are_json(precision: str, file: Callable[..., Exported]) -> None:
+    """As programs without vitcompress read them."""
+    entries = {entry.key: json.loads(entry.value) for entry in onnx.load(file(precision=precision).path).metadata_props}
+    assert entries["size"] == [3, 8, 8] and entries["quantization"]["precision"] == precision
+
+
 def checks_of(path: Path) -> dict[str, Check]:
     return {check.name.rpartition(".")[2]: check for check in output_checks(path, Original(model(), X))}
 
