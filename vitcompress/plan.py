@@ -62,6 +62,7 @@ class Plan:
     padded: attentions that pad q, k and v with zeros to the widest of them, for kernels of one head width.
     standard: `arch` and `args` of the timm model with the same sizes; empty if there is none. It edits nothing: blocks
         keep their dense numbers, and `models.standard` renumbers them.
+    follows: `kept_digest` of the plan of the model that `vc.plan` has seen; empty: unknown.
     """
 
     arch: str
@@ -73,6 +74,7 @@ class Plan:
     heads: Mapping[str, int] = field(default_factory=dict)
     padded: tuple[str, ...] = ()
     standard: Mapping[str, Any] = field(default_factory=dict)
+    follows: str = field(default="", compare=False)
     format: int = FORMAT
 
     def __post_init__(self) -> None:
@@ -119,10 +121,14 @@ class Plan:
             merged[name] = tuple(both) if name in LISTS else {key: new.get(key, own.get(key)) for key in both}
         return self.delta(**merged, standard=later.standard or ({} if named else self.standard))
 
+    def kept_digest(self, later: "Plan") -> str:
+        """A hash of the channels that `kept` of `later` counts."""
+        return Plan("", kept={space: self.kept[space] for space in self.kept.keys() & later.kept}).digest
+
     def to_json(self) -> str:
         """Canonical text: equal plans give equal bytes."""
-        # The key `padded` is newer than the format: plans without it keep their hash.
-        data = {key: value for key, value in vars(self).items() if key != "padded" or value}
+        # These keys are newer than the format: plans without them keep their hash.
+        data = {key: value for key, value in vars(self).items() if key not in ("padded", "follows") or value}
         return json.dumps(data, indent=1, sort_keys=True) + "\n"
 
     @property
@@ -161,8 +167,9 @@ def plan_problems(data: Any) -> list[str]:
     problems = [f"{key}: unknown key{did_you_mean(key, known)}" for key in data if key not in known]
     if data.get("format") != FORMAT:
         problems.append(f"format: got {data.get('format')!r}, this version reads {FORMAT}")
-    if not isinstance(data.get("arch"), str):
-        problems.append(f"arch: expected a timm model name, got {data.get('arch')!r}")
+    for key, default, what in (("arch", None, "a timm model name"), ("follows", "", "a hash")):
+        if not isinstance(data.get(key, default), str):
+            problems.append(f"{key}: expected {what}, got {data.get(key)!r}")
     for key in MAPPINGS:
         if not isinstance(data.get(key, {}), dict):
             problems.append(f"{key}: expected an object, got {type(data[key]).__name__}")

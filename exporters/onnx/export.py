@@ -125,7 +125,7 @@ def prepare_quantized(
     """
     if "calibrate" not in about:
         message = f"{options.precision} needs images of the training data to calibrate on"
-        raise InputError(message, hint="export a run folder whose recipe has data, or give images")
+        raise InputError(message, hint="export a run folder whose recipe has data, or pass data in Python")
     islands = expand_layers(model, options.islands)
     classifier, stem = tuple(classifier_layers(model)), family_of(model).stem
     factors = {name: tuple(exponents) for name, exponents in about.get("factors", {}).items()}

@@ -170,6 +170,20 @@ def test_steps_compose() -> None:
     assert second(X).shape == (3, 4)
 
 
+def test_a_plan_that_counts_the_channels_of_another_model_is_rejected() -> None:
+    dense: Any = model()
+    small, other = (
+        vc.prune(dense, vc.plan(dense, "isomorphic", batches(), keep_ratio=ratio, align=FINE, device="cpu"))
+        for ratio in (0.7, 0.8)
+    )
+    plan = vc.plan(small, "isomorphic", batches(), keep_ratio=0.8, align=FINE, device="cpu")
+    for wrong in (dense, other):
+        with pytest.raises(PlanError, match="counts the channels of a model that was pruned differently"):
+            vc.prune(wrong, type(plan).from_json(plan.to_json()))
+    assert vc.prune(small, plan).plan.kept == small.plan.then(plan).kept
+    assert vc.prune(other, vc.plan(dense, "fixed", activation=[0])).plan.removed
+
+
 def test_a_method_that_trains_leaves_its_weights_in_the_model() -> None:
     dense = model()
     before = {name: value.clone() for name, value in dense.state_dict().items()}
@@ -800,6 +814,19 @@ def test_images_that_the_model_does_not_take_are_rejected(shape: tuple[int, ...]
 def test_a_model_for_any_size_takes_images_of_any_size() -> None:
     other = [(torch.zeros(4, 1, 12, 12), torch.arange(4))]
     assert vc.evaluate(model(dynamic_img_size=True), other).total == 4
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "int8"])
+def test_a_file_takes_the_size_of_its_images(precision: str, tmp_path: Path) -> None:
+    other, any_size = [(torch.randn(4, 1, 12, 12), torch.arange(4))], model(dynamic_img_size=True)
+    vc.save_model(any_size, tmp_path / "saved")
+    for call in (
+        lambda: vc.export(any_size, tmp_path / "model.onnx", data=other, precision=precision),
+        lambda: vc.verify(tmp_path / "saved", other),
+    ):
+        with pytest.raises(DataError, match="1x1x12x12 do not fit, expected batches of 1 x 8 x 8"):
+            call()
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
 def test_patches_of_a_model_for_any_size_must_divide_its_images() -> None:

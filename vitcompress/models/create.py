@@ -386,7 +386,8 @@ def check_images(images: torch.Tensor, size: Size = ()) -> None:
         names = (f"multiple of {side.step}" if isinstance(side, range) else str(side or "any") for side in size)
         expected = " x ".join(names) or "channels x height x width"
         message = f"images of shape {format_shape(images.shape)} do not fit, expected batches of {expected}"
-        other = "resize or convert them, or create the model with another img_size or in_chans"
+        other = "resize or convert them, or create the model with another img_size, in_chans or (for PVTv2) "
+        other += "pretrained_cfg_overlay={'input_size': (channels, height, width)}"
         raise DataError(message, hint="wrap single images in a DataLoader" if images.ndim == 3 else other)
 
 

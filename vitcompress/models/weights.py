@@ -31,7 +31,10 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
 FOLDER_FILES = ("model.safetensors", "pytorch_model.bin")  # weights in a folder of the hub
 CHECKPOINTS = (".safetensors", ".pth", ".pt", ".tar", ".bin")
 SHARDED = tuple(f"{name}.index.json" for name in FOLDER_FILES)
-OTHER_MODEL = "use weights of the architecture in the recipe, or change model.name or --model"
+OTHER_MODEL = (
+    "use weights of the architecture in the recipe, or change model.name or --model; those of a pruned model need its "
+    "plan: save it with vitcompress.save_model"
+)
 NEW_HEAD = "model.new_head = true trains a new classifier (in Python: num_classes=0, then model.reset_classifier)"
 USE_FILE = "use a local file with --weights PATH (.safetensors or .pth)"
 

@@ -21,7 +21,7 @@ from vitcompress import surgery
 from vitcompress.bench import suite
 from vitcompress.bench.accuracy import compare_classes
 from vitcompress.bench.artifacts import Artifact, open_artifact
-from vitcompress.errors import InputError
+from vitcompress.errors import InputError, PlanError
 from vitcompress.exporters.base import Exporter
 from vitcompress.exporters.options import ExportOptions, Positive
 from vitcompress.exporters.runtimes import EXPORTERS, RunnerOptions, available_exporter
@@ -42,7 +42,7 @@ from vitcompress.pipeline.calibration import Calibration, model_digest
 from vitcompress.pipeline.export import SCAN_IMAGES, write_export
 from vitcompress.pipeline.folder import claim_run, dense_folder_to_verify
 from vitcompress.pipeline.latency import LatencyClock, measured_on
-from vitcompress.plan import Plan
+from vitcompress.plan import AS_BEFORE, Plan
 from vitcompress.training import distributed
 from vitcompress.training.datasets import as_images
 from vitcompress.training.loaders import BatchLoader, EvalLoader, open_source
@@ -143,7 +143,7 @@ def plan(
         model.to(context.runtime.device)
         delta = plan_step(chosen, create.prepared(model), context, settings)
         load_handed_over(model, context.folder, context.plan, context.runtime)
-    return delta
+    return replace(delta, follows=context.plan.kept_digest(delta))
 
 
 @torch.inference_mode(False)  # the copy can be trained, wherever it is created
@@ -162,6 +162,8 @@ def prune(model: nn.Module, plan: Plan) -> nn.Module:
     """
     own = create.plan_of(model)
     whole = own.then(create.with_arguments(plan, model, own))
+    if plan.follows not in ("", own.kept_digest(plan)):
+        raise PlanError("the plan counts the channels of a model that was pruned differently", hint=AS_BEFORE)
     pruned = surgery.apply_to_copy(model, plan)
     pruned.plan = whole  # type: ignore[assignment]
     return pruned
@@ -324,7 +326,7 @@ def export(
     model = prepare_model(copy_model(model)).cpu().eval()
     original, calibration = Original(model, noise_images(model, create.plan_of(model)), real=False), None
     if data is not None:
-        source = as_images(data, create.image_size(model))
+        source = as_images(data, create.input_config(model).size)
         original = Original(model, random_images(source, create.input_config(model), SCAN_IMAGES, seed))
         calibration = Calibration(model, settings, RunFolder.of(path), source, seed, progress)
     with torch.autocast("cpu", enabled=False):  # files compute in `precision`, also where another one is enabled
@@ -348,8 +350,8 @@ def verify(folder: str | Path, data: Any = None, *, progress: Progress | None = 
     with torch.autocast("cpu", enabled=False), claim_run(path, progress):  # as in `export`
         if data is not None and not any(check.verdict == "failed" for check in manifest_checks(RunFolder(path))):
             model = load_model(path)
-            source, count = as_images(data, create.image_size(model)), image_count(create.plan_of(model))
-            images = random_images(source, create.input_config(model), count, 0)
+            config, count = create.input_config(model), image_count(create.plan_of(model))
+            images = random_images(as_images(data, config.size), config, count, 0)
         return verify_folder(path, images, dense_folder_to_verify(path), progress)
 
 

@@ -229,7 +229,8 @@ class Learner:
         """Show progress; raise VitcompressError if the loss is NaN or infinite."""
         job, epochs = self.job, self.job.options.epochs
         if not math.isfinite(loss):
-            hint = "check the images for it; lower the learning rate, set clip_grad = 1.0, or use amp bf16 or none"
+            hint = "check the images for it; lower the learning rate, set clip_grad = 1.0, or use amp bf16 or none "
+            hint += "(in Python with a copy of the model from before)"
             raise VitcompressError(f"{job.at.label}: the loss became {loss} in epoch {number + 1}", hint=hint)
         if job.at.runtime.is_main:
             text = f"epoch {number + 1}/{epochs}, loss {loss:.3f}"
