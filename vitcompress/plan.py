@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from operator import index
 from typing import Any
 
@@ -39,7 +39,7 @@ GATE_REPLACEMENTS = ("mean_gate", "drop_gate")
 ALLOWED = {"attention": BYPASSES, "activation": ACTIVATION_REPLACEMENTS, "ffn": ("drop",), "block": ("drop",)}
 REPLACEMENTS = (*BYPASSES, *ACTIVATION_REPLACEMENTS, *GATE_REPLACEMENTS)
 APPENDED = ("gelu",)
-MAPPINGS = ("arch_args", "removed", "appended", "kept", "heads", "standard")  # keys of a plan
+MAPPINGS = ("arch_args", "removed", "appended", "kept", "heads", "standard", "follows")  # keys of a plan
 LISTS = ("folded", "padded")
 AS_BEFORE = "use a plan on the model that it was computed for, as it was then"
 RESTORE = "restore plan.json from the run that wrote it, or run the recipe again"
@@ -62,7 +62,7 @@ class Plan:
     padded: attentions that pad q, k and v with zeros to the widest of them, for kernels of one head width.
     standard: `arch` and `args` of the timm model with the same sizes; empty if there is none. It edits nothing: blocks
         keep their dense numbers, and `models.standard` renumbers them.
-    follows: `kept_digest` of the plan of the model that `vc.plan` has seen; empty: unknown.
+    follows: `kept_digests` of the plan of the model that `vc.plan` has seen; spaces without one are not compared.
     """
 
     arch: str
@@ -74,7 +74,7 @@ class Plan:
     heads: Mapping[str, int] = field(default_factory=dict)
     padded: tuple[str, ...] = ()
     standard: Mapping[str, Any] = field(default_factory=dict)
-    follows: str = field(default="", compare=False)
+    follows: Mapping[str, str] = field(default_factory=dict, compare=False)
     format: int = FORMAT
 
     def __post_init__(self) -> None:
@@ -121,12 +121,12 @@ class Plan:
             merged[name] = tuple(both) if name in LISTS else {key: new.get(key, own.get(key)) for key in both}
         return self.delta(**merged, standard=later.standard or ({} if named else self.standard))
 
-    def kept_digest(self, later: "Plan") -> str:
-        """A hash of the channels that `kept` of `later` counts."""
-        return Plan("", kept={space: self.kept[space] for space in self.kept.keys() & later.kept}).digest
+    def kept_digests(self, later: "Plan") -> dict[str, str]:
+        """Space -> a hash of the channels that `kept` of `later` counts."""
+        return {space: Plan("", kept={space: self.kept.get(space, ())}).digest[:16] for space in later.kept}
 
     def to_json(self) -> str:
-        """Canonical text: equal plans give equal bytes."""
+        """Canonical text: equal plans give equal bytes, except for `follows`."""
         # These keys are newer than the format: plans without them keep their hash.
         data = {key: value for key, value in vars(self).items() if key not in ("padded", "follows") or value}
         return json.dumps(data, indent=1, sort_keys=True) + "\n"
@@ -134,7 +134,7 @@ class Plan:
     @property
     def digest(self) -> str:
         """SHA-256 of `to_json`: the plan hash that exported files record."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
+        return hashlib.sha256(replace(self, follows={}).to_json().encode()).hexdigest()
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
@@ -167,9 +167,8 @@ def plan_problems(data: Any) -> list[str]:
     problems = [f"{key}: unknown key{did_you_mean(key, known)}" for key in data if key not in known]
     if data.get("format") != FORMAT:
         problems.append(f"format: got {data.get('format')!r}, this version reads {FORMAT}")
-    for key, default, what in (("arch", None, "a timm model name"), ("follows", "", "a hash")):
-        if not isinstance(data.get(key, default), str):
-            problems.append(f"{key}: expected {what}, got {data.get(key)!r}")
+    if not isinstance(data.get("arch"), str):
+        problems.append(f"arch: expected a timm model name, got {data.get('arch')!r}")
     for key in MAPPINGS:
         if not isinstance(data.get(key, {}), dict):
             problems.append(f"{key}: expected an object, got {type(data[key]).__name__}")

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -181,6 +181,10 @@ def test_a_plan_that_counts_the_channels_of_another_model_is_rejected() -> None:
         with pytest.raises(PlanError, match="counts the channels of a model that was pruned differently"):
             vc.prune(wrong, type(plan).from_json(plan.to_json()))
     assert vc.prune(small, plan).plan.kept == small.plan.then(plan).kept
+    part = replace(plan, kept={space: channels for space, channels in plan.kept.items() if space.endswith(".mlp")})
+    assert vc.prune(small, replace(part, heads={})).plan.kept.keys() == small.plan.kept.keys()
+    first = vc.plan(dense, "isomorphic", batches(), keep_ratio=0.8, align=FINE, device="cpu")
+    assert first.digest == vc.prune(dense, first).plan.digest
     assert vc.prune(other, vc.plan(dense, "fixed", activation=[0])).plan.removed
 
 

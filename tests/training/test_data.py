@@ -564,11 +564,11 @@ class Relabeled(Pairs):
 
 def test_targets_that_are_not_the_classes_of_the_items_are_rejected() -> None:
     data: Any = Relabeled(torch.rand(20, 1, 4, 4), torch.arange(20) % 2)
-    with pytest.raises(DataError, match="item 0 of the data set is of class 1, its targets state 0"):
+    with pytest.raises(DataError, match="item 0 of the data set is of class 1, by its targets of 0"):
         as_images(data)
     data.changed = 1  # not among the items that are read first
     images = as_images(data)
-    with pytest.raises(DataError, match="item 1 of the data set is of class 2, its targets state 1"):
+    with pytest.raises(DataError, match="item 1 of the data set is of class 2, by its targets of 1"):
         list(TrainLoader(images, INPUT, 4, CPU, augmentation=Augmentation(), seed=0))
 
 

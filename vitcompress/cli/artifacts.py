@@ -53,7 +53,7 @@ def verify(folder: Path, require_verified: bool, adopt: bool) -> int:
 @opt.export_options
 @opt.option("--out -o", "File to write (default: in DIR).", FILE)
 @opt.flag("--dense", "Export the model before pruning, to compare with.")
-@opt.option("--data", "Folder of the run's images, if they have moved.", FOLDER)
+@opt.option("--data", "Folder of the run's images, if they have moved (int8, fp8, --islands auto).", FOLDER)
 @opt.flag("--require-verified", "Exit code 1 if the file cannot be verified on this machine.")
 @opt.option("--sign", "Sign the file with this private key, unless a check fails.", opt.KEY, "KEY")
 @common_options

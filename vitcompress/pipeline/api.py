@@ -143,7 +143,7 @@ def plan(
         model.to(context.runtime.device)
         delta = plan_step(chosen, create.prepared(model), context, settings)
         load_handed_over(model, context.folder, context.plan, context.runtime)
-    return replace(delta, follows=context.plan.kept_digest(delta))
+    return replace(delta, follows=context.plan.kept_digests(delta))
 
 
 @torch.inference_mode(False)  # the copy can be trained, wherever it is created
@@ -162,7 +162,7 @@ def prune(model: nn.Module, plan: Plan) -> nn.Module:
     """
     own = create.plan_of(model)
     whole = own.then(create.with_arguments(plan, model, own))
-    if plan.follows not in ("", own.kept_digest(plan)):
+    if any(plan.follows.get(space, digest) != digest for space, digest in own.kept_digests(plan).items()):
         raise PlanError("the plan counts the channels of a model that was pruned differently", hint=AS_BEFORE)
     pruned = surgery.apply_to_copy(model, plan)
     pruned.plan = whole  # type: ignore[assignment]

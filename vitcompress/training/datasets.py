@@ -139,8 +139,9 @@ class MappedImages(Images):
     def __getitem__(self, index: int) -> tuple[Any, int]:
         image, label = self._read(index)
         if int(label) != self.labels[index]:  # a subclass may change the classes of its items
-            message = f"item {index} of {self.name} is of class {label}, its targets state {self.labels[index]}"
-            raise DataError(message, hint="set `targets` to the classes of all items, or delete this attribute")
+            message = f"item {index} of {self.name} is of class {label}, by its targets of {self.labels[index]}"
+            hint = "set `targets` to the classes of all items before `target_transform`, or delete these attributes"
+            raise DataError(message, hint=hint)
         return image if self.prepared else decode(image, f"{index} of {self.name}"), int(label)
 
     def _sample_digest(self) -> str:
