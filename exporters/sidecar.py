@@ -100,7 +100,8 @@ def read_sidecar(path: Path) -> dict[str, Any]:
         more = [f"and {len(problems) - MOST_PROBLEMS} more"] if len(problems) > MOST_PROBLEMS else []
         raise _unusable(sidecar, "; ".join([*(" ".join(line.split()) for line in problems[:MOST_PROBLEMS]), *more]))
     if path.name not in data["files"]:
-        raise _unusable(sidecar, f"{path.name} is missing from its files")
+        names = ", ".join(data["files"])
+        raise _unusable(sidecar, f"{path.name} is missing from its files ({names}); a renamed file needs its old name")
     return dict(data)
 
 

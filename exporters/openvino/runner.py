@@ -102,7 +102,7 @@ class OpenVinoRunner(Runner):
 
     It is compiled for each batch size, because OpenVINO joins more operations of fixed shapes; the last four are kept.
     Where small products follow each other, the batch stays variable: version 2026.4 joins them, and crashes with 4, 6
-    or 8 tokens.
+    or 8 rows (tokens, or images where only class tokens are left).
 
     Raises:
         MissingExtraError: OpenVINO is not installed.

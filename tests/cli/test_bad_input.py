@@ -211,7 +211,7 @@ def truncated_pth() -> str:
         (wrong_classes, "7 classes"),
         (truncated, "not a complete safetensors file"),
         (pickled, "would run code"),
-        (truncated_pth, "not a complete PyTorch checkpoint"),
+        (truncated_pth, "damaged or not a PyTorch checkpoint"),
     ],
     ids=["missing", "architecture", "classes", "truncated", "pickled", "truncated_pth"],
 )

@@ -117,5 +117,5 @@ def _read_pytorch(path: Path) -> Any:
         if isinstance(error, pickle.UnpicklingError) and "GLOBAL" in str(error):
             message = f"{path} contains more than tensors: loading it would run code from the file"
             raise WeightsError(message, hint="save only its state_dict(), preferably as .safetensors") from None
-        message = f"{path} is not a complete PyTorch checkpoint"
-        raise WeightsError(message, hint=f"copy it again, or use {ACCEPTED}") from None
+        message = f"{path} is damaged or not a PyTorch checkpoint"
+        raise WeightsError(message, hint=f"use {ACCEPTED}, or copy it again") from None

@@ -119,6 +119,7 @@ class Calibration:
                 check_images(dense_folder_of_run(self.files.path), data)
             except InputError as error:
                 hint = "name the folder of the run's images in --data, or pass data to vitcompress.export in Python"
+                hint = error.hint if self.data and error.hint else hint
                 raise InputError(f"{self.options.precision} needs images: {error.message}", hint=hint) from None
             self.training, self.seed = data.train, recipe.run.seed
         return random_images(self.training, input_config(self.model), count, self.seed)

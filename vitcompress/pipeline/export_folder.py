@@ -199,7 +199,7 @@ class Candidate:
 
     format: str
     precision: Precision
-    result: str = "slower, not checked"
+    result: str = "not checked"
     ms: float | None = None
     speedup: str = ""
 
