@@ -133,7 +133,7 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of `to_json`: the plan hash that exported files record."""
+        """SHA-256 of `to_json` without `follows`: the plan hash that exported files record."""
         return hashlib.sha256(replace(self, follows={}).to_json().encode()).hexdigest()
 
     @classmethod
