@@ -113,7 +113,7 @@ def resolve_model(
         _check_positions(shapes_of(file.tensors or hub), shapes_of(blank.state_dict()), weights)
     values, value_sources = _preprocessing(arch, blank, file, overlay, preprocessing or {})
     config, count = create.input_config(blank), int(getattr(blank, "num_classes", 0))
-    overlay |= {name: value for name, value in values.items() if value != _plain(getattr(config, name))}
+    overlay |= _differing(values, vars(config))
     if class_names:
         create.check_class_count(class_names, blank)
     known = (file.class_names, tuple(overlay.get(create.LABELS) or ()))
@@ -139,7 +139,7 @@ def _preprocessing(
         stated = {**other.to_dict(), **stated}  # a training script that names another model uses its defaults
     tables: dict[str, Mapping[str, Any]] = {DEFAULT: vars(config), file.stated_in: stated, RECIPE: overlay}
     tables |= {source: table.changes_for(config.size[0], arch) for source, table in preprocessing.items()}
-    return _merge({s: {name: _plain(t[name]) for name in NAMES if name in t} for s, t in tables.items()})
+    return _merge({source: {name: table[name] for name in NAMES if name in table} for source, table in tables.items()})
 
 
 def _create(arch: str, args: Arguments, overlay: Arguments, sources: Mapping[str, str]) -> nn.Module:
@@ -180,30 +180,35 @@ def _arguments(arch: str, own: Arguments, file: WeightFile, weights: str | Path)
     known = inspect.signature(base).parameters if base else {}
     stated = {name: value for name, value in file.stated.items() if name in known}
     seen = {} if base is None else _read_shapes(arch, base, shapes, stated, own)
-    values, sources = _merge({RECIPE: own, file.stated_in: stated, WEIGHTS: seen})
-    have = {n: getattr(default, n, None) for n in stated} | _facts(default) | {n: values[n] for n in unknown}
-    differing = {n: v for n, v in values.items() if n not in own and _as_list(v) != _as_list(have.get(n))}
+    found, sources = _merge({file.stated_in: stated, WEIGHTS: seen})
+    facts = {name: getattr(default, name, None) for name in stated} | _facts(default)
+    facts |= {name: value for name, value in seen.items() if name in unknown}
+    others = {name: value for name, value in found.items() if name not in own}
+    new = _differing(others, facts)
     kind, similar = describe_shapes(shapes)
     has_other_blocks = base and kind and not seen.keys() & {"depth", "depths"}
     has_other_heads = ("dist_token" in shapes) != hasattr(default, "dist_token")
-    has_other_width = similar is not None and "embed_dim" in differing
+    has_other_width = similar is not None and "embed_dim" in new
     if has_other_blocks or has_other_heads or has_other_width:
         message = f"{weights} contains {kind or 'an unknown architecture'}; the recipe's model is {arch}"
         raise WeightsError(message, hint=f"use --model {file.stated.get('model', similar or 'NAME')}, or other weights")
     with suppress(InputError):  # raised again by `_create`
-        have |= _facts(create_blank(arch, {**differing, **own}))
-    # The shapes are compared with those of the model with all these arguments, all else with the recipe's arguments.
-    have |= {name: value for name, value in own.items() if name == "num_heads" or sources[name] == file.stated_in}
-    differing |= {n: v for n, v in values.items() if sources[n] != RECIPE and _as_list(v) != _as_list(have.get(n))}
-    contradicted = differing.keys() & own.keys()
-    if wrong := sorted(contradicted - {"img_size", "num_classes"}):
-        texts = (f"{name} is {differing[name]} in {sources[name]}, {own[name]} in {RECIPE}" for name in wrong)
+        facts |= _facts(create_blank(arch, {**new, **own}))
+    new |= _differing(others, facts)
+    # What shapes show is compared with those of the model with all these arguments, all else with the recipe.
+    expected = {**own, **{name: facts.get(name) for name in seen}}
+    if wrong := sorted(own.keys() & _differing(found, expected).keys() - {"img_size", "num_classes"}):
+        texts = (f"{name} is {found[name]} in {sources[name]}, {own[name]} in {RECIPE}" for name in wrong)
         hint = "leave it out of model.args, or use --model NAME, which starts without arguments"
         raise WeightsError(f"{weights} contradicts the recipe: {'; '.join(texts)}", hint=hint)
-    sources |= dict.fromkeys(contradicted, RECIPE)
-    if differing.get("no_embed_class") and sources["no_embed_class"] == WEIGHTS and "img_size" not in own:
+    if new.get("no_embed_class") and sources["no_embed_class"] == WEIGHTS and "img_size" not in own:
         sources |= dict.fromkeys(("no_embed_class", "img_size"), SQUARE)  # the positions of others may be as many
-    return {**differing, **own}, {"num_heads": ASSUMED, **sources}
+    return {**new, **own}, {"num_heads": ASSUMED, **sources, **dict.fromkeys(own, RECIPE)}
+
+
+def _differing(found: Arguments, facts: Arguments) -> dict[str, Any]:
+    """The values in `found` that are not those in `facts`."""
+    return {name: value for name, value in found.items() if _as_list(value) != _as_list(facts.get(name))}
 
 
 def _read_shapes(arch: str, base: Any, shapes: Shapes, stated: Arguments, own: Arguments) -> dict[str, object]:
@@ -242,10 +247,6 @@ def _facts(blank: nn.Module) -> dict[str, object]:
     shown |= {n: getattr(blank, n, None) for names in AMBIGUOUS.values() for n in names if n in shown}
     size = [*dict.fromkeys(create.input_config(blank).size[1:])]
     return {"num_heads": heads if len(heads) > 1 else heads[0], **shown, "img_size": size if len(size) > 1 else size[0]}
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _as_list(value: Any) -> list[Any]:
