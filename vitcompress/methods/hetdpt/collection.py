@@ -73,14 +73,10 @@ def removal_orders(records: Sequence[Record]) -> dict[SiteKind, list[int]]:
 
 def estimate(model: nn.Module, family: Family, options: AllocationOptions) -> list[Estimate]:
     """The trainings and measurements of step 1."""
-    left = {kind: len(sites) for kind, sites in layers(model, family).items()}
-    candidates = [left[kind] - number for kind in GATED for number in range(_rounds(left[kind], options))]
-    for number, kind in enumerate(_interleaved(options.collection)):
-        if left[kind] < 2:
-            break
-        candidates += [left[kind]] * bool(number)  # the first round is shared with a single-type chain
-        left[kind] -= 1
-    fast = options.collection
+    counts, fast = {kind: len(sites) for kind, sites in layers(model, family).items()}, options.collection
+    candidates = [counts[kind] - number for kind in GATED for number in range(_rounds(counts[kind], options))]
+    mixed = enumerate(_interleaved(fast, counts))
+    candidates += [counts[kind] - number // 2 for number, kind in mixed if number]  # the first round is a shared one
     return [
         Estimate("step 1, transfer entropy", sum(candidates) + len(candidates), 1, images=options.te.images),
         Estimate("step 1, fast fine-tuning", len(candidates), fast.epochs, fast.images_per_class),
@@ -92,10 +88,11 @@ def _rounds(layers: int, options: AllocationOptions) -> int:
     return min(options.collection.rounds or options.pruned_layers, layers - 1)
 
 
-def _interleaved(options: CollectionOptions) -> list[SiteKind]:
-    """The types of the interleaved chain in order of removal."""
+def _interleaved(options: CollectionOptions, counts: dict[SiteKind, int]) -> list[SiteKind]:
+    """The types of the interleaved chain in order of removal, of `counts` layers each; one layer of each type stays."""
     order = GATED if options.order == "attention_first" else GATED[::-1]
-    return [order[number % 2] for number in range(options.interleaved)]
+    length = min(options.interleaved, 2 * counts[order[0]] - 2, 2 * counts[order[1]] - 1)
+    return [order[number % 2] for number in range(length)]
 
 
 def rows(records: Sequence[Record], counts: dict[SiteKind, int]) -> Array:
@@ -117,7 +114,7 @@ class Collector:
         A row has the chain, per type the dense block numbers in order of removal, and the held-out accuracy in percent
         before and after fine-tuning.
         """
-        mixed = _interleaved(self.options.collection)
+        mixed = _interleaved(self.options.collection, {kind: len(sites) for kind, sites in self.sites.items()})
         self.shared = f"{mixed[0]}_01" if mixed else ""
         single = {
             kind: self._chain(kind, [kind] * _rounds(len(self.sites[kind]), self.options))
@@ -134,8 +131,6 @@ class Collector:
         """Continue a chain from `start` until it has removed one layer of each of `kinds`."""
         records = list(start)
         for number in range(len(records), len(kinds)):
-            if not self._left(records, kinds[number]):
-                break
             self.context.progress.update(f"step 1, {name}", number, len(kinds))
             key = f"{name}_{number + 1:02d}"
             records.append(self.context.memo(key, partial(self._round, key, name, tuple(records), kinds[number])))
@@ -145,10 +140,9 @@ class Collector:
         return records
 
     def _left(self, records: Sequence[Record], kind: SiteKind) -> list[Site]:
-        """Layers of a type that may be removed; the last one stays."""
+        """The remaining layers of a type."""
         removed = records[-1][kind] if records else []
-        left = [site for site in self.sites[kind] if site.index not in removed]
-        return left if len(left) > 1 else []
+        return [site for site in self.sites[kind] if site.index not in removed]
 
     def _round(self, key: str, chain: str, records: Sequence[Record], kind: SiteKind) -> Record:
         """Remove the layer of `kind` with the lowest transfer entropy, fine-tune, measure."""
