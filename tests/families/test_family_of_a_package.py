@@ -16,7 +16,7 @@ from vitcompress.errors import InputError, PlanError
 from vitcompress.exporters.openvino.export import OPENVINO, read_contents
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.quantize.calibrate import calibrate
-from vitcompress.families import FAMILIES, family_of
+from vitcompress.families import FAMILIES
 from vitcompress.models.create import input_config, plan_of
 from vitcompress.surgery import apply_to_copy
 from vitcompress.surgery.masks import mask_channels
@@ -48,7 +48,7 @@ def test_masked_equals_sliced(whole_heads: bool) -> None:
     dense = model()
     kept = kept_channels(dense, {"qk", "v", "mlp", "residual"}, whole_heads=whole_heads)
     heads = {space.attention: 2 for space in spaces_of(dense).values() if whole_heads and space.attention}
-    with mask_channels(dense, family_of(dense), masks(dense, kept)):
+    with mask_channels(dense, masks(dense, kept)):
         masked = logits(dense, X)
     assert_moved(masked, logits(dense, X))
     small = apply_to_copy(dense, dense.plan.delta(kept=kept, heads=heads))

@@ -230,11 +230,11 @@ def kept_channels(model: nn.Module, kinds: set[str], *, whole_heads: bool = Fals
     return kept
 
 
-def masks(model: nn.Module, kept: dict[str, tuple]) -> dict[str, Tensor]:
+def masks(model: nn.Module, kept: dict[str, tuple]) -> dict[Space, Tensor]:
     """Masks of ones and zeros equivalent to `kept`."""
     spaces = spaces_of(model)
     return {
-        name: torch.zeros(spaces[name].size, dtype=torch.float64).index_fill_(0, torch.tensor(channels), 1.0)
+        spaces[name]: torch.zeros(spaces[name].size, dtype=torch.float64).index_fill_(0, torch.tensor(channels), 1.0)
         for name, channels in kept.items()
     }
 

@@ -25,8 +25,9 @@ OPTIONS = sero.Options(sparsity=0.4, layout="ragged", epochs=2)
 
 
 def masked(model: nn.Module, live: Live, x: torch.Tensor) -> torch.Tensor:
-    gates = {name: torch.tensor(channels, dtype=torch.float64) for name, channels in live.items()}
-    with mask_channels(model, family_of(model), gates):
+    spaces = {space.name: space for space in family_of(model).spaces(model)}
+    gates = {spaces[name]: torch.tensor(channels, dtype=torch.float64) for name, channels in live.items()}
+    with mask_channels(model, gates):
         return logits(model, x)
 
 

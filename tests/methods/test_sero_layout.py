@@ -241,9 +241,9 @@ def test_masked_is_sliced_where_nothing_lives(what: str) -> None:
 def check_masked_is_sliced(model: nn.Module, spaces: Any, live: dict[str, np.ndarray], variant: str) -> Plan:
     """Float64: gates on the whole model against the model that is deployed."""
     x = images(variant)
-    gates = {name: torch.tensor(live_units, dtype=torch.float64) for name, live_units in live.items()}
+    gates = {space: torch.tensor(live[space.name], dtype=torch.float64) for space in spaces if space.name in live}
     before = logits(model, x)
-    with mask_channels(model, family_of(model), gates):
+    with mask_channels(model, gates):
         masked = logits(model, x)
     delta = keep_live(Plan("any"), spaces, live)
     sero._zero(model, spaces, padding(live, delta.kept))

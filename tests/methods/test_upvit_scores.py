@@ -117,9 +117,9 @@ def curvature(dense: nn.Module, component: Component, channel: int, x: Tensor) -
     def answer(value: float) -> Tensor:
         gates = {}
         for space in component.spaces:
-            gates[space.name] = torch.ones(1, component.size, dtype=torch.float64)
-            gates[space.name][0, channel] = value**0.5 if space.kind == "qk" else value
-        with delete_channels(dense, component.spaces, gates):
+            gates[space] = torch.ones(1, component.size, dtype=torch.float64)
+            gates[space][0, channel] = value**0.5 if space.kind == "qk" else value
+        with delete_channels(dense, gates):
             return dense(x)
 
     step = 1e-5

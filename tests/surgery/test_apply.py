@@ -80,7 +80,7 @@ def test_masked_equals_sliced(variant: str, kinds: set[str], whole_heads: bool) 
     plan = sliced_plan(model, variant, kinds, whole_heads=whole_heads)
     if not plan.kept:
         pytest.skip("the family has no such space")
-    with mask_channels(model, family_of(model), masks(model, plan.kept)):
+    with mask_channels(model, masks(model, plan.kept)):
         masked = logits(model, x)
     assert_moved(masked, logits(model, x))
     assert_same(logits(apply_to_copy(model, plan), x), masked)
@@ -92,7 +92,7 @@ def test_masked_equals_sliced_on_a_model_that_lost_layers_before() -> None:
     plan = depth_plan(model, contract("layer_scale", depth=4).plan, [0, 2], [1, 2], attention_bypass="norm_identity")
     fold_linears(apply_plan(model, plan), plan)
     kept = kept_channels(model, {"qk", "v", "mlp", "residual"})
-    with mask_channels(model, family_of(model), masks(model, kept)):
+    with mask_channels(model, masks(model, kept)):
         masked = logits(model, x)
     assert_moved(masked, logits(model, x))
     assert_same(logits(apply_to_copy(model, replace(plan, removed={}, kept=kept)), x), masked)
@@ -102,7 +102,7 @@ def test_masked_equals_sliced_with_a_classifier_that_reads_every_channel_twice()
     """The average and the maximum of each, in Swin."""
     model, x = build("swin", global_pool="catavgmax"), images("swin")
     kept = kept_channels(model, {"residual"})
-    with mask_channels(model, family_of(model), masks(model, kept)):
+    with mask_channels(model, masks(model, kept)):
         masked = logits(model, x)
     assert_moved(masked, logits(model, x))
     sliced = apply_to_copy(model, contract("swin", global_pool="catavgmax").plan.delta(kept=kept))
@@ -135,7 +135,7 @@ def test_masked_equals_sliced_on_rewired_blocks_and_again(variant: str) -> None:
     apply_plan(model, replace(contract(variant, depth=4).plan, removed=removed))
     for whole_heads in (False, True, False):  # the last time sliced again
         plan = sliced_plan(model, variant, {"qk", "v", "mlp", "residual", "sr"}, whole_heads=whole_heads)
-        with mask_channels(model, family_of(model), masks(model, plan.kept)):
+        with mask_channels(model, masks(model, plan.kept)):
             masked = logits(model, x)
         assert_moved(masked, logits(model, x))
         small = apply_to_copy(model, plan)

@@ -7,7 +7,7 @@ A mask is a tensor of multipliers for the channels of a space, (channels,): 1 ke
 both compute what slicing computes; they differ in what a mask between 0 and 1 means, and in its gradients.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from vitcompress.errors import PlanError
-from vitcompress.families import Axis, Family, Space
+from vitcompress.families import Axis, Space
 
 Undo = Callable[[], None]  # restores the model
 
 
 @contextmanager
-def mask_channels(model: nn.Module, family: Family, masks: Mapping[str, Tensor]) -> Iterator[None]:
+def mask_channels(model: nn.Module, masks: Mapping[Space, Tensor]) -> Iterator[None]:
     """Multiply the output of every layer that writes a space by the space's mask while the context is open.
 
     In the residual space, token and position parameters are masked too, and every LayerNorm that reads the space takes
@@ -30,26 +30,25 @@ def mask_channels(model: nn.Module, family: Family, masks: Mapping[str, Tensor])
     parameters and their order are restored; inside the context, the state dict of a model with a masked residual space
     has other names for the token parameters. Raises PlanError for a residual space that is masked already.
     """
-    spaces = {space.name: space for space in family.spaces(model)}
     with ExitStack() as stack:
-        for name, mask in masks.items():
-            for axis in spaces[name].axes:
+        for space, mask in masks.items():
+            for axis in space.axes:
                 if axis.dim == 2 or (axis.dim == int(axis.per_head) and axis.tensor.endswith(".weight")):
                     stack.callback(_hook(model, axis, mask, scale=True))
         yield
 
 
 @contextmanager
-def delete_channels(model: nn.Module, spaces: Iterable[Space], masks: Mapping[str, Tensor]) -> Iterator[None]:
+def delete_channels(model: nn.Module, masks: Mapping[Space, Tensor]) -> Iterator[None]:
     """Multiply the input of every layer that reads a space by the space's mask while the context is open.
 
     q and k, which no layer reads, are multiplied where they are written, after the bias. Every LayerNorm that reads the
     space takes statistics weighted by the mask, as if the channels were cut out. Masks may require gradients.
     """
     with ExitStack() as stack:
-        for space in spaces:
-            for axis in deleting_axes(model, space) if space.name in masks else ():
-                stack.callback(_hook(model, axis, masks[space.name], scale=False))
+        for space, mask in masks.items():
+            for axis in deleting_axes(model, space):
+                stack.callback(_hook(model, axis, mask, scale=False))
         yield
 
 

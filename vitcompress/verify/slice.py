@@ -67,7 +67,7 @@ def slice_check(model: nn.Module, delta: Plan, images: Tensor, name: str = "slic
     _, tolerance = pair_limits(sliced.eval(), images)
     with torch.no_grad():
         before = masked(images.double())
-        with mask_channels(masked, family_of(masked), _masks(masked, delta)):
+        with mask_channels(masked, _masks(masked, delta)):
             expected = masked(images.double())
     alone = f"the masks alone change them by {largest_difference(before, expected):.1e}"
     alone += f"; omitted: {note}" if note else ""
@@ -93,10 +93,10 @@ def slice_folder_checks(files: RunFolder, plan: Plan, images: Tensor) -> list[Ch
     return [*checks, problem_check("slice.plan", wrong, f"{len(plan.kept)} spaces keep the channels of the steps")]
 
 
-def _masks(model: nn.Module, delta: Plan) -> dict[str, Tensor]:
+def _masks(model: nn.Module, delta: Plan) -> dict[Space, Tensor]:
     """1 for each channel that is kept, 0 for the others, by space: (channels,)."""
-    blank = {space.name: torch.zeros(space.size).double() for space in family_of(model).spaces(model)}
-    return {name: blank[name].index_fill(0, torch.tensor(channels), 1.0) for name, channels in delta.kept.items()}
+    spaces = (space for space in family_of(model).spaces(model) if space.name in delta.kept)
+    return {s: torch.zeros(s.size).double().index_fill(0, torch.tensor(delta.kept[s.name]), 1.0) for s in spaces}
 
 
 def _with_new_heads(model: nn.Module, delta: Plan, attentions: list[str]) -> tuple[nn.Module, Plan]:

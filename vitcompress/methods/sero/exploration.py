@@ -41,7 +41,7 @@ class Exploration:
     """
 
     def __init__(self, model: nn.Module, family: Family, options: SeroOptions, seed: int) -> None:
-        self.model, self.family, self.options, self.seed = model, family, options, seed
+        self.model, self.options, self.seed = model, options, seed
         self.masked_pass = options.criterion_pass == "masked" and options.criterion.startswith("gradient")
         self.spaces = unit_spaces(family.spaces(model))
         owners = (model.get_submodule(axis.owner) for space in self.spaces for axis in space.axes)
@@ -134,9 +134,9 @@ class Exploration:
         """Mask all channels that are not live, instead of those masked before."""
         self._masks.close()
         self.live = dict(live)
-        like, masked = next(self.model.parameters()), {name: mask for name, mask in live.items() if not mask.all()}
-        masks = {name: torch.as_tensor(mask, device=like.device).to(like.dtype) for name, mask in masked.items()}
-        self._masks.enter_context(mask_channels(self.model, self.family, masks))
+        like, masked = next(self.model.parameters()), [space for space in self.spaces if not live[space.name].all()]
+        masks = {space: torch.as_tensor(live[space.name], device=like.device).to(like.dtype) for space in masked}
+        self._masks.enter_context(mask_channels(self.model, masks))
 
     def close(self) -> None:
         """Remove all masks from the model."""

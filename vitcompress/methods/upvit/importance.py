@@ -83,7 +83,7 @@ class Importance:
         """
         wanted = torch.tensor(range(component.size) if only is None else only, dtype=torch.long)
         total = torch.zeros(component.size, dtype=torch.float64)
-        reader, names = self._last_linear(component), [space.name for space in component.spaces]
+        reader = self._last_linear(component)
         for images, _ in loader:
             logits, start, hidden = self._plain(images, component, after=reader is not None)
             step = max(1, self.images_at_once // len(images))
@@ -92,7 +92,7 @@ class Importance:
                     changed = self._without_hidden(reader, channels.to(self.device), images, start, hidden)
                 else:
                     gate = 1 - nn.functional.one_hot(channels.to(self.device), component.size).to(images.dtype)
-                    with delete_channels(self.model, component.spaces, dict.fromkeys(names, gate)):
+                    with delete_channels(self.model, dict.fromkeys(component.spaces, gate)):
                         changed = self._rest(len(channels), images, start)
                 total[channels] += divergence(logits, changed).cpu()
         return total
@@ -178,13 +178,10 @@ def estimates(
         j^T F j, fewer give a lower bound.
     """
     total = {c.name: torch.zeros(c.size, dtype=torch.float64) for c in components}
-    spaces = [space for component in components for space in component.spaces]
     for images, _ in loader:
         gates = {c.name: images.new_ones(len(images), c.size).requires_grad_() for c in components}
-        by_space = {
-            s.name: gates[c.name].sqrt() if s.kind == "qk" else gates[c.name] for c in components for s in c.spaces
-        }
-        with torch.enable_grad(), delete_channels(model.eval(), spaces, by_space):
+        masks = {s: gates[c.name].sqrt() if s.kind == "qk" else gates[c.name] for c in components for s in c.spaces}
+        with torch.enable_grad(), delete_channels(model.eval(), masks):
             logits = model(images)
         for direction in _directions(logits.detach(), directions):
             slopes = torch.autograd.grad(logits, list(gates.values()), direction, retain_graph=True)
