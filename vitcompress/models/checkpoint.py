@@ -16,6 +16,7 @@ from vitcompress.io.tensors import read_checkpoint, save_tensors
 from vitcompress.models import create
 from vitcompress.models.standard import standard_model
 from vitcompress.plan import Plan
+from vitcompress.surgery import apply_plan
 
 OTHER = "use the folder of a run (other weights: vc.create_model(NAME, weights=FILE), or recipe --weights FILE)"
 
@@ -81,7 +82,9 @@ def load_model_files(plan_path: Path, weights_path: Path) -> nn.Module:
             raise ArtifactError(message, hint=f"run the recipe to its end, or {OTHER}")
     plan = read_plan(plan_path)
     tensors = load_for(weights_path, plan)
-    model = create.rebuild(plan, tensors)
+    model = apply_plan(create.create_on_meta(plan.arch, plan.arch_args), plan)
+    if any(buffer.is_meta and name not in tensors for name, buffer in model.named_buffers()):  # not in any file
+        model = apply_plan(create.create_model(plan.arch, plan.arch_args), plan)
     load_strictly(model, tensors, weights_path)
     model.plan = plan  # type: ignore[assignment]
     dtype = next(model.parameters()).dtype

@@ -218,14 +218,6 @@ def with_arguments(plan: Plan, model: nn.Module, own: Plan) -> Plan:
     return replace(with_changes(plan, model), arch=own.arch, arch_args=own.arch_args) if there == here else plan
 
 
-def rebuild(plan: Plan, tensors: Collection[str]) -> nn.Module:
-    """The model of `plan`, on the meta device if `tensors` names all parameters and buffers."""
-    model = apply_plan(create_on_meta(plan.arch, plan.arch_args), plan)
-    if any(buffer.is_meta and name not in tensors for name, buffer in model.named_buffers()):
-        model = apply_plan(create_model(plan.arch, plan.arch_args), plan)
-    return model
-
-
 def find_difference(model: nn.Module, other: nn.Module) -> str:
     """The first module of another type or settings, or tensor of another shape, in two models; empty if none is."""
     own, others = _structure(model), _structure(other)
