@@ -75,10 +75,11 @@ def teacher_for(job: Job, dense: nn.Module) -> nn.Module | None:
     return teacher
 
 
-def _load_teacher(job: Job, dense: nn.Module) -> nn.Module:
+def _load_teacher(job: Job, dense: nn.Module, *, download: bool = True) -> nn.Module | None:
     """The model of a run folder or a timm name, or a copy of the `dense` model.
 
-    Raises InputError if the teacher is not available, or has another number of classes.
+    download: False returns None for a teacher from timm's hub, of which only the number of classes is checked. Raises
+    InputError if the teacher is not available, or has another number of classes.
     """
     name = job.recipe.finetune.teacher
     if name is None or name == "dense":
@@ -88,9 +89,11 @@ def _load_teacher(job: Job, dense: nn.Module) -> nn.Module:
         return load_model(name)
     if Path(name).is_absolute():  # as `apply_options` makes all paths
         raise InputError(f"there is no run folder {name}", hint="a file of weights is finetune.teacher_weights")
+    check_arguments(arch, {}, "finetune.teacher: ")
     if downloads_teacher(job):
         _check_classes(job, hub_classes(arch))
-    check_arguments(arch, {}, "finetune.teacher: ")
+        if not download:
+            return None
     try:
         return create_named(name, job.recipe.finetune.teacher_weights or "hub", job.classes)
     except InputError as error:
@@ -101,21 +104,16 @@ def _load_teacher(job: Job, dense: nn.Module) -> nn.Module:
 
 
 def check_teacher(job: Job, *, download: bool = True) -> None:
-    """Raise InputError for a teacher that is not available, or that cannot teach the pruned model.
-
-    download: False checks only the number of classes of a teacher from timm's hub.
-    """
+    """Raise InputError for a teacher that is not available (see `_load_teacher`) or cannot teach the pruned model."""
     finetune = job.recipe.finetune
     if job.options.structure_only or finetune.distillation == "none":
         return
     if job.steps[-1].method.dilute is not None and finetune.distillation in FEATURES:
         message = f"distillation = {finetune.distillation!r} does not work while layers fade out"
         raise InputError(message, hint="use distillation = 'soft' or 'hard'")
-    if not download and downloads_teacher(job):
-        arch = str(finetune.teacher).partition("?")[0]
-        check_arguments(arch, {}, "finetune.teacher: ")
-        return _check_classes(job, hub_classes(arch))
-    teacher = _load_teacher(job, job.blank).to("meta")
+    if (teacher := _load_teacher(job, job.blank, download=download)) is None:
+        return
+    teacher = teacher.to("meta")
     _check_classes(job, int(getattr(teacher, "num_classes", 0)))
     names = class_names_of(teacher)
     if names != job.class_names and {*names} == {*job.class_names}:
