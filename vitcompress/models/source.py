@@ -112,12 +112,12 @@ def resolve_model(
         hub = create_blank(arch, {}).state_dict() if str(weights) == "hub" else {}
         _check_positions(shapes_of(file.tensors or hub), shapes_of(blank.state_dict()), weights)
     values, value_sources = _preprocessing(arch, blank, file, overlay, preprocessing or {})
-    config, count = create.input_config(blank), int(getattr(blank, "num_classes", 0))
-    overlay |= _differing(values, vars(config))
+    overlay |= _differing(values, vars(create.input_config(blank)))
     if class_names:
         create.check_class_count(class_names, blank)
-    known = (file.class_names, tuple(overlay.get(create.LABELS) or ()))
-    names = tuple(class_names) or next((own for own in known if len(own) == count), ())
+    elif len(file.class_names) == getattr(blank, "num_classes", None):
+        class_names = file.class_names
+    names = tuple(class_names) or create.class_names_of(blank)
     sources |= {"model": FROM_RECIPE, **value_sources}
     facts = _facts(blank)
     settings = tuple(  # `chosen` counts: shapes do not show the initial values of LayerScales
