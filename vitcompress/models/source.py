@@ -180,10 +180,10 @@ def _arguments(arch: str, own: Arguments, file: WeightFile, weights: str | Path)
     known = inspect.signature(base).parameters if base else {}
     stated = {name: value for name, value in file.stated.items() if name in known}
     seen = {} if base is None else _read_shapes(arch, base, shapes, stated, own)
-    found, sources = _merge({file.stated_in: stated, WEIGHTS: seen})
+    evidence, sources = _merge({file.stated_in: stated, WEIGHTS: seen})
     facts = {name: getattr(default, name, None) for name in stated} | _facts(default)
     facts |= {name: value for name, value in seen.items() if name in unknown}
-    others = {name: value for name, value in found.items() if name not in own}
+    others = {name: value for name, value in evidence.items() if name not in own}
     new = _differing(others, facts)
     kind, similar = describe_shapes(shapes)
     has_other_blocks = base and kind and not seen.keys() & {"depth", "depths"}
@@ -197,8 +197,8 @@ def _arguments(arch: str, own: Arguments, file: WeightFile, weights: str | Path)
     new |= _differing(others, facts)
     # What shapes show is compared with those of the model with all these arguments, all else with the recipe.
     expected = {**own, **{name: facts.get(name) for name in seen}}
-    if wrong := sorted(own.keys() & _differing(found, expected).keys() - {"img_size", "num_classes"}):
-        texts = (f"{name} is {found[name]} in {sources[name]}, {own[name]} in {RECIPE}" for name in wrong)
+    if wrong := sorted(own.keys() & _differing(evidence, expected).keys() - {"img_size", "num_classes"}):
+        texts = (f"{name} is {evidence[name]} in {sources[name]}, {own[name]} in {RECIPE}" for name in wrong)
         hint = "leave it out of model.args, or use --model NAME, which starts without arguments"
         raise WeightsError(f"{weights} contradicts the recipe: {'; '.join(texts)}", hint=hint)
     if new.get("no_embed_class") and sources["no_embed_class"] == WEIGHTS and "img_size" not in own:
@@ -206,9 +206,9 @@ def _arguments(arch: str, own: Arguments, file: WeightFile, weights: str | Path)
     return {**new, **own}, {"num_heads": ASSUMED, **sources, **dict.fromkeys(own, RECIPE)}
 
 
-def _differing(found: Arguments, facts: Arguments) -> dict[str, Any]:
-    """The values in `found` that are not those in `facts`."""
-    return {name: value for name, value in found.items() if _as_list(value) != _as_list(facts.get(name))}
+def _differing(values: Arguments, facts: Arguments) -> dict[str, Any]:
+    """Those of `values` that are not those in `facts`."""
+    return {name: value for name, value in values.items() if _as_list(value) != _as_list(facts.get(name))}
 
 
 def _read_shapes(arch: str, base: Any, shapes: Shapes, stated: Arguments, own: Arguments) -> dict[str, object]:
