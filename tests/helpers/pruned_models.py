@@ -27,7 +27,7 @@ def pruned(variant: str, **args: Any) -> tuple[nn.Module, nn.Module, Plan]:
     plan = base.then(depth_plan(dense, base, having(dense, "attention", [0]), acts))
     plan = replace(plan, kept=kept_channels(surgery.apply_to_copy(dense, plan), {"mlp", "v"}))
     model = surgery.apply_to_copy(dense, plan)
-    return dense, model, surgery.fold_linears(model, plan).plan
+    return dense, model, surgery.fold_linears(model, plan)[0]
 
 
 def check_weights(model: nn.Module, path: Path) -> Check:

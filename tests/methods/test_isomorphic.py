@@ -195,7 +195,7 @@ def test_a_second_step_counts_in_what_the_first_left(tmp_path: Path) -> None:
     first = depth_plan(dense, base, [1], [1, 2])
     surgery.apply_plan(dense, first)
     plan = base.then(first)
-    folded = surgery.fold_linears(dense, Plan(base.arch, base.arch_args)).plan
+    folded = surgery.fold_linears(dense, Plan(base.arch, base.arch_args))[0]
     plan = plan.then(folded)
     second = isomorphic.plan(dense, context(tmp_path, dense, plan=plan), Options(**HALF))
     assert set(second.kept) == {

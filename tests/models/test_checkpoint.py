@@ -58,7 +58,7 @@ def compressed(variant: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Mod
         appended={second: "gelu"},
         kept={n: k for n, k in kept.items() if not n.startswith((last, f"{second}.qk", f"{second}.v", f"{second}.sr"))},
     )
-    return model, fold_linears(apply_plan(model, plan), plan).plan
+    return model, fold_linears(apply_plan(model, plan), plan)[0]
 
 
 @every_variant

@@ -114,10 +114,10 @@ def test_weights_of_a_step_reach_the_end(job: Job, dense: nn.Module, steps: prun
     left = load_tensors(job.steps[1].files.path / LEFT_WEIGHTS)
     assert any(not torch.equal(left[name], value) for name, value in by_hand.state_dict().items())
     by_hand.load_state_dict(left)
-    folding = surgery.fold_linears(by_hand, job.base)
-    assert {"blocks.0.mlp", "blocks.0.ls2"} <= set(folding.plan.folded)
+    plan, _ = surgery.fold_linears(by_hand, job.base)
+    assert {"blocks.0.mlp", "blocks.0.ls2"} <= set(plan.folded)
     assert same(steps.model, by_hand) and not same(steps.model, untrained)
-    assert steps.base.folded == folding.plan.folded and steps.base.removed == {"blocks.0.mlp.act": "identity"}
+    assert steps.base.folded == plan.folded and steps.base.removed == {"blocks.0.mlp.act": "identity"}
     surgery.apply_plan(by_hand, steps.last)
     prune.recover(job)
     assert same(load_model_files(job.files.unfolded_plan, job.files.unfolded), by_hand)

@@ -74,7 +74,7 @@ def folding() -> tuple[nn.Module, nn.Module, list[str]]:
     plan = base.then(depth_plan(model, base, [1], having(model, "activation", [0, 1])))
     unfolded = surgery.apply_plan(model, plan)
     folded = deepcopy(unfolded)
-    return unfolded, folded, list(surgery.fold_linears(folded, plan).plan.folded)
+    return unfolded, folded, list(surgery.fold_linears(folded, plan)[0].folded)
 
 
 def bias_of_one_channel(model: nn.Module) -> None:

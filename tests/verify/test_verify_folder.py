@@ -40,7 +40,7 @@ def folding(variant: str) -> tuple[nn.Module, nn.Module, Plan, Plan]:
     plan = base.then(depth_plan(model, base, [1], having(model, "activation", [0, 1])))
     unfolded = surgery.apply_plan(model, plan)
     folded = deepcopy(unfolded)
-    return unfolded, folded, plan, surgery.fold_linears(folded, plan).plan
+    return unfolded, folded, plan, surgery.fold_linears(folded, plan)[0]
 
 
 def verdicts(checks: list[Check]) -> dict[str, str]:

@@ -149,7 +149,7 @@ def test_a_fold_between_the_steps_is_checked_too(folder: Path) -> None:
     base = Plan.from_json((folder / "state/step-1-isomorphic/given_plan.json").read_text())
     step = folder / "state/step-0-fold"
     keep_step_input(step, model, base)
-    folded = surgery.fold_linears(surgery.apply_to_copy(model, contract("plain").plan), contract("plain").plan).plan
+    folded = surgery.fold_linears(surgery.apply_to_copy(model, contract("plain").plan), contract("plain").plan)[0]
     assert folded.folded == ("blocks.0.mlp",)
     write_text(step / "plan.json", folded.to_json())
     verdicts = {check.name: check.verdict for check in verify_folder(folder).checks}

@@ -41,11 +41,11 @@ def recovery_settings(base: TrainOptions, options: RecoverOptions) -> TrainOptio
 
 def fold(model: nn.Module, context: Context, options: FoldOptions) -> Plan:
     """Every FFN without activation and every LayerScale behind a linear layer, folded in place by the plan."""
-    folding = surgery.fold_linears(deepcopy(model), context.plan.delta())
-    context.memo("fold", lambda: [asdict(record) for record in folding.records])
-    for record in folding.records:
+    plan, records = surgery.fold_linears(deepcopy(model), context.plan.delta())
+    context.memo("fold", lambda: list(map(asdict, records)))
+    for record in records:
         context.progress.note(f"{record.module}: {'folded' if record.folded else 'left as it is'}, {record.reason}")
-    return folding.plan
+    return plan
 
 
 def report_fold(folder: Path) -> StepReport:
@@ -77,7 +77,7 @@ FOLD = Method(
     "multiply out what has become linear, so that the next step prunes the product",
     options=FoldOptions,
     plan=fold,
-    structure=lambda model, family, base, options: surgery.fold_linears(deepcopy(model), base.delta()).plan,
+    structure=lambda model, family, base, options: surgery.fold_linears(deepcopy(model), base.delta())[0],
     describe=lambda options: StepInfo(None),
     report=report_fold,
 )

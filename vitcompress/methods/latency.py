@@ -157,7 +157,7 @@ class LatencySearch:
         remarks = [f"Planned for {goal}: the plan takes {result}; {len(times)} candidates took {range_ms}."]
         if abs(off := result.ms / goal.ms - 1) > CLOSE:
             if result.low <= goal.ms <= result.high or (result.disturbed and result.fastest <= goal.ms <= result.ms):
-                reason = f"the machine is too noisy to tell them apart, even with {result.repeats} measurements"
+                reason = f"the times of the machine vary more than that (measurements of the plan: {result.repeats})"
             elif abs(likely.ms / goal.ms - 1) <= CLOSE:
                 reason = f"the search measured evenly spread sizes of {likely}, and the method spread them otherwise"
             else:

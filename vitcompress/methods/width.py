@@ -89,7 +89,7 @@ class Candidates:
         """The cost of the deployed model with `counts`, counted on shapes alone."""
         shapes, size = copy_to_meta(self.model), input_config(self.model).size
         folded = deepcopy(shapes)
-        records = surgery.fold_linears(folded, replace(self.base, standard={})).records
+        _, records = surgery.fold_linears(folded, replace(self.base, standard={}))
         # Otherwise it depends on the widths which FFNs are folded.
         scales = all(record.reason == surgery.INTO_THE_LINEAR for record in records)
         planned = planned_cost(folded, size) if scales else None

@@ -107,7 +107,8 @@ def plan(
 
     Args:
         data: labeled training images: a map-style data set of (image, class) pairs, or an iterable of (images, labels)
-            batches, which is read into memory. Methods that rank by weights alone need none.
+            batches, which is read into memory. Of every class a tenth, at least one image, is held out: it is neither
+            scored nor trained on. Methods that rank by weights alone need none.
         device: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`, or a torch.device.
         folder: for measurements and training states, so that a stopped call with the same arguments can continue; None:
             a temporary folder. Data sets are compared by their labels and eight images, batches by 1000 images.
@@ -195,7 +196,7 @@ def finetune(  # noqa: PLR0913 (each argument is public and has a default)
             tensors), or an iterable with a length of (images, labels) batches; batches at the end that do not fill
             `accumulate` are left out.
         val_data: evaluated after epochs, of the same kinds.
-        teacher: model for distillation; `distillation="soft"` is then the default.
+        teacher: for distillation (default "soft"). If it has a `pretrained_cfg`, it gets images normalized for that.
         folder: of the training state: the same call continues a stopped training, or repeats a complete one. None: a
             temporary folder. Data sets are compared by their labels and eight images, batches only if they are a list.
         progress: an object of a subclass of `vitcompress.io.progress.Progress`; None: silent.
@@ -274,7 +275,7 @@ def fold(model: nn.Module) -> nn.Module:
     """
     plan = create.plan_of(model)
     copy = surgery.apply_to_copy(model, plan.delta())
-    copy.plan = surgery.fold_linears(copy, plan).plan  # type: ignore[assignment]
+    copy.plan, _ = surgery.fold_linears(copy, plan)  # type: ignore[assignment]
     return copy
 
 

@@ -33,16 +33,16 @@ def fold_model(job: Job) -> None:
     job.progress.stage("Fold")
     files = job.files
     model, plan = load_model_files(files.unfolded_plan, files.unfolded), read_plan(files.unfolded_plan)
-    folding = surgery.fold_linears(model, plan)
-    write_json(files.folding, [asdict(record) for record in folding.records])
-    write_model(job.folder, model, folding.plan)
+    plan, records = surgery.fold_linears(model, plan)
+    write_json(files.folding, list(map(asdict, records)))
+    write_model(job.folder, model, plan)
     if plan.standard:
         job.progress.note(f"{files.standard.name} loads strictly into timm's {plan.standard['arch']}")
-    ffns = [record for record in folding.records if record.reason != surgery.INTO_THE_LINEAR]
+    ffns = [record for record in records if record.reason != surgery.INTO_THE_LINEAR]
     for record in ffns:
         verb, change = "folded" if record.folded else "not folded", f"{record.params_before} -> {record.params_after}"
         job.progress.note(f"{record.module}: {verb}, {record.reason}; parameters {change}")
-    if scales := len(folding.records) - len(ffns):
+    if scales := len(records) - len(ffns):
         job.progress.note(f"{scales} LayerScales: folded, {surgery.INTO_THE_LINEAR}")
 
 

@@ -34,24 +34,17 @@ class FoldRecord:
     params_after: int
 
 
-@dataclass(frozen=True)
-class Folding:
-    """The plan including the folded modules, and one record per candidate."""
-
-    plan: Plan
-    records: tuple[FoldRecord, ...]
-
-
-def fold_linears(model: nn.Module, plan: Plan) -> Folding:
+def fold_linears(model: nn.Module, plan: Plan) -> tuple[Plan, tuple[FoldRecord, ...]]:
     """Fold, in place, every FFN without activation and every LayerScale that follows a linear layer.
 
     plan: the plan of `model` so far. An FFN is folded only if the product is cheaper than the pair. The output changes
     by rounding only. The attribute `model.plan` is deleted, because it no longer describes the model. Nothing is folded
-    if the plan names a standard model, which has all of these layers.
+    if the plan names a standard model, which has all of these layers. Returns the plan including the folded modules,
+    and one record per candidate.
     """
     vars(model).pop("plan", None)
     if plan.standard:
-        return Folding(plan, ())
+        return plan, ()
     family = family_of(model)
     sites = family.sites(model)
     ffns = [site.name for site in sites if site.kind == "ffn"]
@@ -59,7 +52,7 @@ def fold_linears(model: nn.Module, plan: Plan) -> Folding:
     linear = [name for name in ffns if name not in active and family.linear_pair(model, name) is not None]
     records = [_fold(model, family, name) for name in (*linear, *family.scales(model))]
     names = tuple(record.module for record in records if record.folded)
-    return Folding(replace(plan, folded=plan.folded + names), tuple(records))
+    return replace(plan, folded=plan.folded + names), tuple(records)
 
 
 def _fold(model: nn.Module, family: Family, name: str) -> FoldRecord:
