@@ -114,12 +114,10 @@ class Collector:
         A row has the chain, per type the dense block numbers in order of removal, and the held-out accuracy in percent
         before and after fine-tuning.
         """
-        mixed = _interleaved(self.options.collection, {kind: len(sites) for kind, sites in self.sites.items()})
-        self.shared = f"{mixed[0]}_01" if mixed else ""
-        single = {
-            kind: self._chain(kind, [kind] * _rounds(len(self.sites[kind]), self.options))
-            for kind in dict.fromkeys((*mixed, *GATED))
-        }
+        counts = {kind: len(sites) for kind, sites in self.sites.items()}
+        mixed = _interleaved(self.options.collection, counts)
+        self.shared, order = f"{mixed[0]}_01" if mixed else "", dict.fromkeys((*mixed, *GATED))
+        single = {kind: self._chain(kind, [kind] * _rounds(counts[kind], self.options)) for kind in order}
         start = single[mixed[0]][:1] if mixed else []
         interleaved = self._chain("interleaved", mixed, start)
         self.shared = ""
@@ -139,24 +137,18 @@ class Collector:
         self._forget(records[-1:])
         return records
 
-    def _left(self, records: Sequence[Record], kind: SiteKind) -> list[Site]:
-        """The remaining layers of a type."""
-        removed = records[-1][kind] if records else []
-        return [site for site in self.sites[kind] if site.index not in removed]
-
     def _round(self, key: str, chain: str, records: Sequence[Record], kind: SiteKind) -> Record:
         """Remove the layer of `kind` with the lowest transfer entropy, fine-tune, measure."""
         before, context = self._model(records), self.context
+        removed: Record = {k: list(records[-1][k]) if records else [] for k in GATED}
+        candidates = [site for site in self.sites[kind] if site.index not in removed[kind]]
 
         def measure() -> Record:
-            candidates = self._left(records, kind)
             gated = gate_layers(before, context, candidates, self.options)
             return transfer_entropy.measure(gated, candidates, context, self.options.te)
 
         chosen = context.memo(f"te_{key}", measure)["chosen"]
-        index = next(site.index for site in self.sites[kind] if site.name == chosen)
-        removed: Record = {k: list(records[-1][k]) if records else [] for k in GATED}
-        removed[kind].append(index)
+        removed[kind].append(next(site.index for site in candidates if site.name == chosen))
         record: Record = {"key": key, "chain": chain, "removed": chosen, **removed}
         model = self._remove(before, record)
         untrained = accuracy(model, context)
