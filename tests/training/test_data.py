@@ -1,6 +1,8 @@
 """Splits do not overlap, every process gets its share and no more, and every bad data set is rejected at once."""
 
 import dataclasses
+import errno
+import os
 import random
 import shutil
 import struct
@@ -412,6 +414,27 @@ def test_an_image_that_breaks_later_is_named_in_one_sentence(tmp_path: Path, wor
     assert caught.value.message.startswith(f"image {root / 'train/a/1.png'} cannot be read")
     assert "Traceback" not in caught.value.message and "\n" not in caught.value.message
     assert caught.value.hint == "replace it by a readable one"
+
+
+@pytest.mark.parametrize("source", ["imagefolder", "timm:"])
+def test_a_folder_without_permissions_is_an_error(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`os.walk`, which torchvision and timm use, omits it. Hidden folders hold no images."""
+    root = image_folder(tmp_path, {"train": {"a": 2, "b": 2}, "val": {"a": 1, "b": 1}})
+    scan, locked = os.scandir, root / "val/b/more"
+    for folder in (locked, root / "val/b/.trash"):
+        folder.mkdir()
+
+    def scandir(path: Any) -> Any:
+        if Path(path) == locked or Path(path).name == ".trash":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(DataError) as caught:
+        open_data(DataOptions(source, str(root)), seed=0)
+    assert caught.value.message == f"{locked} cannot be read: Permission denied"
+    locked.rmdir()
+    assert len(open_data(DataOptions(source, str(root)), seed=0).test) == 2
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm here")

@@ -215,6 +215,8 @@ def _timm(options: DataOptions) -> Splits:
         try:
             dataset: Any = create_dataset(name, root=options.path, split=split)
             dataset.loader = datasets.decode  # of torchvision
+            if root := getattr(getattr(dataset, "reader", None), "root", None):
+                datasets.check_readable(root)
             parts.append(MappedImages(dataset, f"data source timm:{name}"))
         except (RuntimeError, OSError, ValueError, TypeError, AssertionError, ImportError) as error:
             message = f"data source timm:{name} split {split!r} at {options.path} cannot be opened: {first_line(error)}"

@@ -73,6 +73,7 @@ class FolderImages(Images):
     """
 
     def __init__(self, folder: Path, classes: tuple[str, ...], *, skip_broken: bool = False) -> None:
+        check_readable(folder)
         present = set(class_names(folder))
         missing, extra = [name for name in classes if name not in present], sorted(present - set(classes))
         if missing or extra:
@@ -251,6 +252,15 @@ def _read_batches(data: Any) -> Images:
     if not images.isfinite().all():
         raise DataError("an image has values that are not finite", hint="repair the images or their normalization")
     return ArrayImages(images, labels)
+
+
+def check_readable(folder: Path) -> None:
+    """Raise DataError for a folder below `folder` that cannot be listed: torchvision and timm leave out its images."""
+    errors = list[OSError]()
+    for _, folders, _ in os.walk(folder, onerror=errors.append, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+    for error in errors:
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}", hint="correct its permissions")
 
 
 def class_names(folder: Path) -> tuple[str, ...]:
