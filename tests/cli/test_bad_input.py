@@ -87,6 +87,12 @@ def test_an_empty_argument(words: tuple[str, ...], place: str) -> None:
     assert expect_error(*words).startswith(f"{place} is empty")
 
 
+def test_a_name_that_is_not_utf8() -> None:
+    """Libraries cannot open it. This is how Python represents the byte 0xfc."""
+    for words in (("evaluate", "run", "--data", "d\udcfct"), ("bench", "r\udcfcn/model.onnx")):
+        assert "\\udcfc" in (message := expect_error(*words)) and "is not UTF-8" in message
+
+
 def test_a_folder_or_another_file_instead_of_a_recipe() -> None:
     Path("folder").mkdir()
     message = expect_error("recipe", "folder")

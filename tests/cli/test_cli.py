@@ -1,5 +1,6 @@
 """The command line: exit codes, one panel per error, only JSON on standard output, and help without torch."""
 
+import errno
 import json
 import logging
 import os
@@ -261,6 +262,15 @@ def test_an_error_of_the_operating_system_is_not_a_bug(monkeypatch: pytest.Monke
     result = invoke("act")
     assert result.exit_code == 1 and "bug in vitcompress" not in result.stderr
     assert "system error (/nowhere/at/all): No such file or directory" in " ".join(result.stderr.split())
+
+
+def test_a_missing_permission_is_wrong_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "run/bench.json")
+
+    add_command(monkeypatch, fail)
+    result = invoke("act")
+    assert result.exit_code == 2 and "run/bench.json: Permission denied" in " ".join(result.stderr.split())
 
 
 @contextmanager

@@ -420,6 +420,9 @@ def test_the_comparison_explains_what_the_plot_lacks(folder: Path) -> None:
         ("other", "dense B"),
     ]
     assert Path("cmp.png").is_file() and shown["plot"] == "cmp.png"
+    Path("comparison.png").mkdir()  # so that no plot can be written
+    again = json.loads(call("report", "run", "other", "--bench", "b.json", "--json"))
+    assert again["plot"] is None and again["table"] == shown["table"]
     recorded = json.loads(call("report", "run", "--json"))["runs"]["run"]["bench"]
     assert shown["runs"]["run"]["bench"] == recorded, "each measurement once"
     del measured["machine"]

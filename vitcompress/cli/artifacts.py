@@ -10,7 +10,7 @@ import click
 from vitcompress.cli import options as opt
 from vitcompress.cli.common import common_options, print_result, report_failure, show_progress
 from vitcompress.cli.options import FILE, FOLDER, PATH
-from vitcompress.errors import InputError, MissingExtraError
+from vitcompress.errors import InputError, MissingExtraError, OutputError
 
 
 @click.command()
@@ -262,7 +262,7 @@ def report(folders: tuple[str, ...], plot: Path | None, max_drop: float | None, 
             try:
                 result["plot"] = str(compare.plot(result["runs"], plot or Path("comparison.png")))
                 progress.note(f"plot: {result['plot']}")
-            except MissingExtraError as error:
+            except (MissingExtraError, OutputError) as error:
                 if plot:
                     raise
                 progress.note(f"no plot: {error.sentence(': ')}")

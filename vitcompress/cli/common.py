@@ -57,6 +57,8 @@ class Commands(click.Group):
             if not word or re.fullmatch("--[a-z-]+=", word):
                 place = word.rstrip("=") or (before if before.startswith("-") else f"the argument after `{before}`")
                 raise InputError(f"{place} is empty", hint="is a variable of the shell not set?")
+            if re.search("[\ud800-\udfff]", word):  # Python's form of other bytes
+                raise InputError(f"{word!r} is not UTF-8", hint="rename the file, or set LC_ALL to a UTF-8 locale")
         return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -122,6 +124,8 @@ def _explain(error: Exception) -> VitcompressError:
         if context and isinstance(error, click.NoSuchOption) and any("--set" in p.opts for p in context.command.params):
             hint = f"--set changes a key, {SET_EXAMPLE}; {hint}"
         return InputError(error.format_message(), hint=hint)
+    if isinstance(error, PermissionError) and error.filename:
+        return InputError(f"{error.filename}: {error.strerror}", hint="correct its permissions, or use another path")
     if isinstance(error, MemoryError) or OUT_OF_MEMORY.search(str(error)):
         message = f"there is not enough memory: {first_line(error)}"
         remedy = "use a smaller batch or model, or a machine with more; "
