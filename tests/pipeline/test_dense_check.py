@@ -146,6 +146,23 @@ def test_a_worse_model_stops_before_the_first_step_and_again_when_continued() ->
     assert check("--expect", str(high - 0.01))["failed"] is None and low < high  # only beyond the interval
 
 
+def test_a_model_that_the_run_trains_is_not_worse_for_its_preprocessing() -> None:
+    words = (
+        "--weights",
+        "train",
+        "--set",
+        "dense.epochs=1",
+        "--set",
+        "dense.batch_size=4",
+        "--expect",
+        "100",
+        "--out",
+        "run",
+    )
+    result = run(*words, code=1)
+    assert "expected 100 %" in result["error"] and "[dense]" in result["hint"] and "mean" not in result["hint"]
+
+
 def test_a_finished_run_is_checked_too() -> None:
     run("--out", "run")
     before = tree(Path("run"))

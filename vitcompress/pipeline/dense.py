@@ -169,6 +169,8 @@ def examine_dense(job: Job, accuracy: Accuracy) -> tuple[list[str], CheckFailedE
     if expect is None or high >= expect:
         return notes, None
     arguments = (f"{key} {value}" for key, value in job.base.arch_args.items() if not isinstance(value, dict))
-    causes = f"the preprocessing ({scale}), the order of the classes ({classes}), or the arguments of the model"
-    hint = f"likely causes: {causes} ({', '.join(arguments)}); correct them, and add --fresh if the run folder exists"
+    others = f"the preprocessing ({scale}), the order of the classes ({classes})"
+    causes = "its training ([dense])" if job.recipe.model.weights == "train" else others
+    causes += f", or the arguments of the model ({', '.join(arguments)})"
+    hint = f"likely causes: {causes}; correct them, and add --fresh if the run folder exists"
     return notes, CheckFailedError(f"the dense model is worse than expected: {top1}, expected {expect:g} %", hint=hint)
