@@ -197,7 +197,9 @@ def schema() -> int:
 @opt.option("--out -o", "Folder (default: runs/study-NAME).", opt.FOLDER)
 @opt.option("--seeds", "Number of seeds per row: 0, 1, ...", click.IntRange(1, 1000), default=3, show_default=True)
 @opt.option("--jobs", "Number of runs at a time.", click.IntRange(1, 1000), default=1, show_default=True)
-@opt.option("--rows", "Only these rows, as in hetdpt_5,random_5.", opt.parse_words, "NAMES", **opt.PARTS)
+@opt.option(
+    "--rows", "Only these rows, also in the tables, as in hetdpt_5,random_5.", opt.parse_words, "NAMES", **opt.PARTS
+)
 @opt.set_option
 @opt.option(
     "--speed",
