@@ -17,10 +17,11 @@ from PIL import Image, ImageOps
 from timm.data import Mixup, create_transform
 from timm.data.distributed_sampler import RepeatAugSampler
 from timm.data.loader import PrefetchLoader, fast_collate
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from vitcompress.errors import DataError, InputError, first_line
+from vitcompress.families import unwrap
 from vitcompress.io.tensors import LIBRARY_ERRORS, tensors_digest
 from vitcompress.models.create import InputConfig, Size, image_size
 from vitcompress.training.datasets import Images, as_images, check_batch, is_map_style, stack_images
@@ -174,7 +175,11 @@ def open_source(data: Any, runtime: Runtime, model: Any = None, *, once: bool = 
     """
     size, classes = image_size(model), int(getattr(model, "num_classes", 0))
     if is_map_style(data):
-        return as_images(data, size, classes)
+        images = as_images(data, size, classes)
+        if isinstance(model, nn.Module) and not (images.prepared or hasattr(unwrap(model), "pretrained_cfg")):
+            message = f"this {type(model).__name__} does not state its preprocessing (pretrained_cfg)"
+            raise InputError(message, hint="pass tensors that are normalized for it, instead of PIL images")
+        return images
     try:
         if not (once and isinstance(data, Iterable)) and not len(data):
             raise DataError("there are no batches", hint="at least one is needed")

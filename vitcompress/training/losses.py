@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vitcompress.errors import InputError
+from vitcompress.families import unwrap
 from vitcompress.io.tensors import check_finite
 from vitcompress.models.create import InputConfig, input_config
 from vitcompress.training.distributed import derived_seed
@@ -71,7 +72,7 @@ class Teacher:
     """A frozen model on the student's batches, with its own normalization."""
 
     def __init__(self, model: nn.Module, student: InputConfig, device: torch.device) -> None:
-        own = input_config(model)
+        own = input_config(model) if hasattr(unwrap(model), "pretrained_cfg") else student
         if own.size != student.size:
             message = f"the teacher takes images of {own.size}, the student of {student.size}"
             hint = "use a teacher with the student's channels and input size, in a CNN pretrained_cfg['input_size']"
