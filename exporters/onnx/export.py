@@ -143,6 +143,8 @@ def prepare_quantized(
     half: tuple[str, ...] = ()
     if options.precision == "int8" and form != "float_bias":
         half = ("pos_embed", *(f"{layer}{WEIGHT}" for layer in (*classifier, stem) if layer not in islands))
+        stored = {tensor.name for tensor in onnx.load(str(plain.path), load_external_data=False).graph.initializer}
+        half = tuple(name for name in half if name in stored)  # not positions that `dynamic_img_size` makes constants
     ranges = {key: size for key, size in measured.items() if not is_within(key, fp32_layers)}
     bits = options.weight_bits or (8 if form == "float_bias" else 7)
     settings = Quantization(options.eight_bits or "int8", ranges, form, bits, factors, half)

@@ -128,7 +128,7 @@ def test_the_whole_path(tmp_path: Path) -> None:
     assert torch.equal(again(X), folded(X))
     path = vc.export(folded, tmp_path / "out" / "model.onnx", class_names=("a", "b", "c", "d"))
     verification = vc.verify(tmp_path / "out")
-    assert verification.passed, [check for check in verification.checks if check.verdict == "failed"]
+    assert verification and verification.passed, [check for check in verification.checks if check.verdict == "failed"]
     assert any(check.name.startswith("onnx") and check.verdict == "passed" for check in verification.checks)
     assert vc.evaluate(path, Pictures(), device="cpu").correct == vc.evaluate(folded, Pictures(), device="cpu").correct
     bench = vc.bench([dense, folded, path], batch=2, protocol="paper", warmup=1, runs=3, device="cpu")
@@ -684,6 +684,19 @@ def test_weights_of_inference_mode(tmp_path: Path) -> None:
     plans = [vc.plan(one, "sero", batches(), **options) for one in (created, copied)]
     assert plans[0] == plans[1]
     assert all(value.equal(copied.state_dict()[name]) for name, value in created.state_dict().items())
+
+
+def test_preprocessing_of_a_module_without_configuration_is_not_assumed() -> None:
+    """timm's default is that of ImageNet; the teacher inside has another one."""
+    seen: list[Tensor] = []
+    wrapped = nn.Sequential(model(seed=1))
+    wrapped.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    vc.finetune(model(), batches()[:1], teacher=wrapped, epochs=1)
+    assert torch.equal(seen[0], batches()[0][0])
+    for call in (lambda: vc.evaluate(wrapped, Pictures()), lambda: vc.finetune(wrapped, Pictures(), epochs=1)):
+        with pytest.raises(InputError, match="Sequential does not state its preprocessing"):
+            call()
+    assert vc.evaluate(wrapped, batches()) == vc.evaluate(model(seed=1), batches())
 
 
 @pytest.mark.parametrize("distillation", ["soft", "hard", "soft_patch", "features"])
@@ -1566,6 +1579,18 @@ def test_a_model_of_another_type_is_verified_in_int8(dtype: torch.dtype, smooth:
     file = vc.export(network, tmp_path / "out" / "model.onnx", precision="int8", smooth=smooth, data=batches())
     checks = {check.name: check.verdict for check in vc.verify(tmp_path / "out").checks}
     assert checks[f"agreement.{file.name}.emulation"] == "passed" and "failed" not in checks.values()
+
+
+@pytest.mark.parametrize("suffix", ["onnx", "xml"])
+def test_a_model_for_images_of_any_size_is_verified_in_int8(suffix: str, tmp_path: Path) -> None:
+    """Its positions are a constant of the graph, which is not stored in half precision."""
+    network = model(dynamic_img_size=True)
+    with torch.no_grad():
+        network.get_parameter("pos_embed").mul_(300)
+    vc.save_model(network, tmp_path / "out")
+    file = vc.export(network, tmp_path / "out" / f"model.{suffix}", precision="int8", data=batches())
+    checks = {check.name: check for check in vc.verify(tmp_path / "out", batches()).checks}
+    assert checks[f"agreement.{file.name}.emulation"].verdict == "passed"
 
 
 def test_int8_in_a_deep_model_is_not_taken_for_wrong_arithmetic(tmp_path: Path) -> None:
