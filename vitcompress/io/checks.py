@@ -68,6 +68,9 @@ class Verification:
     def passed(self) -> bool:
         return _passed(check.verdict for check in self.checks)
 
+    def __bool__(self) -> bool:
+        return self.passed
+
     def to_dict(self, folder: Path | None = None) -> dict[str, object]:
         data = {"passed": self.passed, "checks": [check.to_dict(folder) for check in self.checks]}
         return {**data, **({"weights": dict(self.weights)} if self.weights else {})}
