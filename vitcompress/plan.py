@@ -172,9 +172,7 @@ def plan_problems(data: Any) -> list[str]:
     for key in MAPPINGS:
         if not isinstance(data.get(key, {}), dict):
             problems.append(f"{key}: expected an object, got {type(data[key]).__name__}")
-    for key in LISTS:
-        if not _is_list_of(data.get(key, []), str):
-            problems.append(f"{key}: expected a list of module names")
+    problems += [f"{key}: expected a list of module names" for key in LISTS if not _is_list_of(data.get(key, []), str)]
     return problems or _value_problems({**{key: {} for key in MAPPINGS}, **dict.fromkeys(LISTS, ()), **data})
 
 
