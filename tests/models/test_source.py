@@ -180,6 +180,15 @@ def test_arguments_of_the_recipe_may_fit_only_the_other_sizes_of_the_weights(
     assert re.search(message, caught.value.message)
 
 
+@pytest.mark.parametrize("heads", [[2, 2, 4], [2]])
+def test_heads_of_other_stages_than_those_of_the_weights_are_rejected(heads: list[int], tmp_path: Path) -> None:
+    """timm ignores those of more stages, and cannot build a model with fewer."""
+    saved(tmp_path / "a.pth", SWIN, {"img_size": 56, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2]})
+    with pytest.raises(WeightsError) as caught:
+        resolve_model(SWIN, {"num_heads": heads}, tmp_path / "a.pth")
+    assert f"num_heads is [2, 2] in the weights, {heads} in model.args" in caught.value.message
+
+
 def test_the_reason_is_timms_where_no_model_has_the_arguments_of_the_recipe(tmp_path: Path) -> None:
     """Nothing is known then about what weights do not show as it is, such as initial values."""
     saved(tmp_path / "a.pth", args=OWN | {"init_values": 0.5})

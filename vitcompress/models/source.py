@@ -195,8 +195,9 @@ def _arguments(arch: str, own: Arguments, file: WeightFile, weights: str | Path)
     with suppress(InputError):  # raised again by `_create`
         facts |= _facts(create_blank(arch, {**new, **own}))
     new |= _differing(others, facts)
-    # What shapes show is compared with those of the model with all these arguments, all else with the recipe.
-    expected = {**own, **{name: facts.get(name) for name in seen}}
+    # What shapes show is compared with those of the model with all these arguments, all else with the recipe; heads,
+    # too: their number must fit the other arguments, or timm cannot build that model.
+    expected = {**own, **{name: facts.get(name) for name in seen if name != "num_heads"}}
     if wrong := sorted(own.keys() & _differing(evidence, expected).keys() - {"img_size", "num_classes"}):
         texts = (f"{name} is {evidence[name]} in {sources[name]}, {own[name]} in {RECIPE}" for name in wrong)
         hint = "leave it out of model.args, or use --model NAME, which starts without arguments"
