@@ -24,7 +24,6 @@ from vitcompress.models.create import class_names_of, create_model, input_config
 from vitcompress.models.preprocessing import Preprocessing
 from vitcompress.models.source import create_named, load_class_names, resolve_model
 from vitcompress.pipeline.api import prune
-from vitcompress.plan import Plan
 
 TRANSFORMERS = Path(__file__).parent / "transformers"
 VIT, BEIT = "vit_tiny_patch16_224", "beit_base_patch16_224"
@@ -350,7 +349,7 @@ def test_preprocessing_is_that_of_the_training(tmp_path: Path) -> None:
     )
     user = Preprocessing(crop_pct=0.8, crop_mode="center")
     resolved = resolve_model(VIT, {}, path, preprocessing={"the user": user})
-    assert Plan(VIT, resolved.arch_args).arch_args["pretrained_cfg_overlay"] == {"mean": IMAGENET, "crop_pct": 0.8}
+    assert resolved.arch_args["pretrained_cfg_overlay"] == {"mean": IMAGENET, "crop_pct": 0.8}
     sources = {setting.name: setting.source for setting in resolved.settings}
     assert [sources[name] for name in ("mean", "std", "crop_pct")] == [
         "the checkpoint's args",

@@ -158,9 +158,9 @@ def _create(arch: str, args: Arguments, overlay: Arguments, sources: Mapping[str
 
 
 def _merge(layers: Mapping[str, Mapping[str, Any]]) -> Sourced:
-    """The values of `layers`, by their source, of which the last one counts, and the source of each value."""
+    """The values of `layers`, by their source, of which the last one counts, as JSON, and the source of each value."""
     values = {name: value for table in layers.values() for name, value in table.items()}
-    return values, {name: source for source, table in layers.items() for name in table}
+    return json.loads(json.dumps(values)), {name: source for source, table in layers.items() for name in table}
 
 
 def _arguments(arch: str, own: Arguments, file: WeightFile, weights: str | Path) -> Sourced:
