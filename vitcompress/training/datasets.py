@@ -259,8 +259,8 @@ def check_readable(folder: Path) -> None:
     errors = list[OSError]()
     for _, folders, _ in os.walk(folder, onerror=errors.append, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
-    for error in errors:
-        raise DataError(f"{error.filename} cannot be read: {error.strerror}", hint="correct its permissions")
+    if errors:
+        raise DataError(f"{errors[0].filename} cannot be read: {errors[0].strerror}", hint="correct its permissions")
 
 
 def class_names(folder: Path) -> tuple[str, ...]:
