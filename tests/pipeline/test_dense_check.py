@@ -147,19 +147,8 @@ def test_a_worse_model_stops_before_the_first_step_and_again_when_continued() ->
 
 
 def test_a_model_that_the_run_trains_is_not_worse_for_its_preprocessing() -> None:
-    words = (
-        "--weights",
-        "train",
-        "--set",
-        "dense.epochs=1",
-        "--set",
-        "dense.batch_size=4",
-        "--expect",
-        "100",
-        "--out",
-        "run",
-    )
-    result = run(*words, code=1)
+    sizes = ("--set", "dense.epochs=1", "--set", "dense.batch_size=4")
+    result = run("--weights", "train", *sizes, "--expect", "100", "--out", "run", code=1)
     assert "expected 100 %" in result["error"] and "[dense]" in result["hint"] and "mean" not in result["hint"]
 
 
