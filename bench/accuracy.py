@@ -19,13 +19,13 @@ from vitcompress.exporters.sidecar import read_classes, usable_sidecar
 from vitcompress.io.files import user_path
 from vitcompress.io.progress import SILENT, Progress
 from vitcompress.io.run_folder import RunFolder
-from vitcompress.io.text import describe_value
+from vitcompress.io.text import describe_value, few
 from vitcompress.models.checkpoint import read_plan
 from vitcompress.models.create import InputConfig, create_on_meta
 from vitcompress.models.preprocessing import NAMES, Preprocessing, Value
 from vitcompress.recipe.load import load_recipe_of_run
 from vitcompress.training.data import images_digest, open_test
-from vitcompress.training.datasets import Images, describe_skipped, few
+from vitcompress.training.datasets import Images, describe_skipped
 from vitcompress.training.distributed import Runtime
 from vitcompress.training.loaders import CHANNELS, EvalLoader
 from vitcompress.training.metrics import evaluate_images, mcnemar

@@ -109,7 +109,7 @@ def first_line(error: BaseException) -> str:
 
 
 def close_matches(word: str, choices: Iterable[str]) -> list[str]:
-    """Up to three of the `choices`, in any case of letters: first those that `word` starts or abbreviates."""
+    """Up to three `choices`, in any case: those that start with `word`, of equal initials (`wd`), and similar ones."""
     word, names = word.lower(), {choice.lower(): choice for choice in choices}
     initials = {name: "".join(part[:1] for part in name.split("_")) for name in (word, *names)}
     short = [name for name in names if word and (name.startswith(word) or word == initials[name])]

@@ -62,7 +62,7 @@ class Plan:
     padded: attentions that pad q, k and v with zeros to the widest of them, for kernels of one head width.
     standard: `arch` and `args` of the timm model with the same sizes; empty if there is none. It edits nothing: blocks
         keep their dense numbers, and `models.standard` renumbers them.
-    follows: `kept_digests` of the plan of the model that `vc.plan` has seen; spaces without one are not compared.
+    follows: space in `kept` -> hash of the channels that its numbers count. `vc.plan` sets it, `vc.prune` compares it.
     """
 
     arch: str
@@ -122,7 +122,7 @@ class Plan:
         return self.delta(**merged, standard=later.standard or ({} if named else self.standard))
 
     def kept_digests(self, later: "Plan") -> dict[str, str]:
-        """Space -> a hash of the channels that `kept` of `later` counts."""
+        """Space in `later.kept` -> hash of the channels that this plan keeps of it, which `later` numbers."""
         return {space: Plan("", kept={space: self.kept.get(space, ())}).digest[:16] for space in later.kept}
 
     def to_json(self) -> str:
@@ -163,7 +163,7 @@ def plan_problems(data: Any) -> list[str]:
     """Problems of the data of a plan that can be detected without the model, one sentence each."""
     if not isinstance(data, dict):
         return [f"expected an object, got {type(data).__name__}"]
-    known = {f.name: f for f in fields(Plan)}
+    known = [f.name for f in fields(Plan)]
     problems = [f"{key}: unknown key{did_you_mean(key, known)}" for key in data if key not in known]
     if data.get("format") != FORMAT:
         problems.append(f"format: got {data.get('format')!r}, this version reads {FORMAT}")

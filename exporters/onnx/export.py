@@ -118,7 +118,7 @@ def prepare_quantized(
     reason: str | None = None,
     **about: Unpack[ModelInfo],
 ) -> tuple[Exported, Quantization]:
-    """Write the file in fp32, with the metadata of the one in eight bits, and return what the latter computes.
+    """Write the file in fp32. Returns its record, with the metadata of the one in eight bits, and what that computes.
 
     The classifier and the patch embedding stay in fp32, too; files that are not for TensorRT store them in fp16. Raises
     InputError without `calibrate`.

@@ -77,18 +77,18 @@ def spell_out_casts(model: Any, scalars: Collection[float] | None = None) -> Any
     for tensor in graph.initializer:
         if tensor.data_type in HALF:
             name, tensor.name = tensor.name, f"{tensor.name}.low"
-            for exact in scalars or () if not tensor.dims else ():
+            if scalars and not tensor.dims:
                 stored = numpy_helper.to_array(tensor)
-                if stored == np.array(exact, stored.dtype):
-                    tensor.CopyFrom(numpy_helper.from_array(np.array(exact, np.float32), tensor.name))
+                if equal := [exact for exact in scalars if stored == np.array(exact, stored.dtype)]:
+                    tensor.CopyFrom(numpy_helper.from_array(np.array(equal[0], np.float32), tensor.name))
             nodes.append(_cast(tensor.name, name, TensorProto.FLOAT))
     for node in graph.node:
         nodes.append(node)
-        for own in node.attribute if node.op_type == "Cast" and scalars is not None else ():
-            own.i = TensorProto.FLOAT if own.name == "to" and own.i in HALF else own.i
+        for own in node.attribute:
+            if scalars is not None and node.op_type == "Cast" and own.name == "to" and own.i in HALF:
+                own.i = TensorProto.FLOAT
         for index, name in enumerate(node.output):
-            kind = types.get(name)
-            if kind is None or kind not in HALF or node.op_type in MOVES:
+            if (kind := types.get(name)) not in HALF or node.op_type in MOVES:
                 continue
             source = node.output[index] = f"{name}.wide"
             if scalars is None and node.op_type not in ROUNDED_ALREADY:

@@ -133,7 +133,7 @@ def read_contents(path: Path) -> Contents:
         message = f"{path} has the operation {nested[0]}, whose constants cannot be listed"
         raise ArtifactError(message, hint="export it with vitcompress")
     constants = [node for node in model.get_ops() if node.get_type_name() == "Constant"]
-    # Names that the quantizer gives: of a tensor, and of its scale and its zero point, which is 0.
+    # The quantizer names a tensor X_quantized, its scale X_quantized_scale or X_scale, and its zero point (0) likewise.
     named = {node.get_friendly_name(): node.data for node in constants}
     stems = {n: n if f"{n}_scale" in named else n.removesuffix("_quantized") for n in named if n.endswith("_quantized")}
     parameters = {f"{stem}_{kind}" for stem in stems.values() for kind in ("scale", "zero_point")}

@@ -4,9 +4,9 @@ Weights are symmetric, per channel in int8. In fp8 they are per tensor: the rela
 does not depend on their scale. Inputs are symmetric, per tensor. LayerNorm, softmax, GELU, residual additions, the
 patch embedding and the classifier are computed in fp32.
 
-There are three forms. ONNX Runtime and OpenVINO multiply integers only if the biases are int32; TensorRT rejects those,
-and without them ONNX Runtime is slower than in fp32. ONNX Runtime is fast with unsigned inputs only: on x86 it converts
-signed ones, unless several products read them (PVTv2). OpenVINO is slower with unsigned ones.
+There are three forms. `float_bias` is for TensorRT, which rejects int32 biases. `unsigned_input` is for ONNX Runtime,
+which is slower than in fp32 without int32 biases, and on x86 converts signed inputs, unless several products read them
+(PVTv2). `int32_bias`, with signed inputs, is for OpenVINO, which is slower with unsigned ones.
 """
 
 from collections import defaultdict
@@ -91,7 +91,7 @@ def find_wrong_steps(path: Path, settings: Quantization) -> list[str]:
             layer = str(getattr(node.inputs[1], "name", "")).partition(WEIGHT)[0]
             for number, value in enumerate(node.inputs[:2]):
                 read = value.producer() if value else None
-                write = next((source.producer() for source in read.inputs[:1] if source), None) if read else None
+                write = read.inputs[0].producer() if read and read.inputs and read.inputs[0] else None
                 if read and write and read.op_type == "DequantizeLinear":
                     key = f"{node.name}.{number}" if CORE in str(node.name) else layer
                     readers[write.inputs, read.inputs[1:]].append(key)

@@ -16,6 +16,7 @@ from vitcompress.errors import ArtifactError
 from vitcompress.exporters.base import unequal_widths
 from vitcompress.exporters.precision import HALF
 from vitcompress.io.checks import Check, limit_check
+from vitcompress.io.text import few
 
 # The first one that matches a text; integers and booleans are indices and shapes, not arithmetic.
 TYPES = (
@@ -167,9 +168,8 @@ def unfused_warnings(model: nn.Module, precision: str) -> list[str]:
     """A warning if attentions of `model` cannot become one fused kernel; none in fp32, which has no fused kernels."""
     if precision not in HALF or not (names := list(unequal_widths(model))):
         return []
-    listed = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
     return [
-        f"{len(names)} attention{'s' * (len(names) > 1)} ({listed}) with heads whose q and k are not as wide as v, "
+        f"{len(names)} attention{'s' * (len(names) > 1)} ({few(names)}) with heads whose q and k are not as wide as v, "
         "which TensorRT for RTX 1.7 does not fuse into one kernel; for engines prune with layout padded (SERo: --set "
         "step.0.layout=padded), or keep the width of heads (isomorphic, under a rotary embedding: --set "
         "step.0.keep_head_dim=1)"

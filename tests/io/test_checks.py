@@ -57,7 +57,7 @@ def test_an_empty_list_passes_and_a_failure_names_the_first_five() -> None:
     assert problem_check("x", (), "all right") == Check("x", "passed", 0.0, 0.0, "all right")
     assert problem_check("x", iter("ab"), "all right") == Check("x", "failed", 2.0, 0.0, "2 wrong: a, b")
     assert problem_check("x", "abcde", "").detail == "5 wrong: a, b, c, d, e"
-    assert problem_check("x", "abcdef", "").detail == "6 wrong: a, b, c, d, e ..."
+    assert problem_check("x", "abcdef", "").detail == "6 wrong: a, b, c, d, e and 1 more"
 
 
 def test_the_largest_difference_is_absolute_and_in_float64() -> None:

@@ -46,15 +46,14 @@ class AnyWidthAttention(nn.Module):
     @classmethod
     def of(cls, attn: Any, qk_dim: int, v_dim: int, num_heads: int) -> nn.Module:
         """`attn` itself after slicing, if it supports these widths, else a sliced attention over its parameters."""
-        stream = {attn.kv.in_features, attn.proj.out_features} if hasattr(attn, "kv") else set()
         if isinstance(attn, cls):
             attn.resize(qk_dim, v_dim, num_heads)
-        # timm's attentions have one width of all heads, and q and k of the width from which `scale` was computed
-        elif cls.WIDTHS is None or {qk_dim, *stream} - {v_dim} or not math.isclose(v_dim, num_heads / attn.scale**2):
+            return cast(nn.Module, attn)
+        # timm's attention has one width, of q, k, v and with a `kv` layer of its tokens, and `scale` is that of a head.
+        widths = {qk_dim, v_dim, *((attn.kv.in_features, attn.proj.out_features) if hasattr(attn, "kv") else ())}
+        if cls.WIDTHS is None or len(widths) > 1 or not math.isclose(v_dim, num_heads / attn.scale**2):
             return cls(attn, qk_dim, v_dim, num_heads)
-        else:
-            attn.num_heads = num_heads
-            vars(attn).update(dict.fromkeys(cls.WIDTHS, v_dim))
+        vars(attn).update(dict.fromkeys(cls.WIDTHS, v_dim), num_heads=num_heads)
         return cast(nn.Module, attn)
 
     def resize(self, qk_dim: int, v_dim: int, num_heads: int) -> None:

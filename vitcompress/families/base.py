@@ -118,10 +118,10 @@ class Family(ABC):
         stem, supported = getattr(model, "patch_embed", None), isinstance(model, self.model_type)
         if not supported:
             return f"it is of type {type(model).__name__}"
-        used, known = ([getattr(one, name, None) for name in COMPUTING] for one in (type(model), self.model_type))
-        own = (method for method in used if method not in known and not method.__module__.startswith("timm."))
-        if (method := next(own, None)) is not None:
-            return f"{method.__qualname__} is not timm's"
+        for name in COMPUTING:  # a subclass of timm's class may have methods of its own
+            method: Any = getattr(type(model), name, None)
+            if method is not getattr(self.model_type, name, None) and not method.__module__.startswith("timm."):
+                return f"{method.__qualname__} is not timm's"
         named = dict(model.named_modules())
         replaced = [f"{name}.forward".lstrip(".") for name, part in named.items() if "forward" in vars(part)]
         if replaced := [*replaced, *(name for name in COMPUTING if name in vars(model))]:

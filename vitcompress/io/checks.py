@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vitcompress.io.files import lock_file, read_record, write_json
 from vitcompress.io.run_folder import RunFolder
+from vitcompress.io.text import few
 
 Status = Literal["passed", "failed", "not_run"]
 
@@ -100,7 +101,7 @@ def limit_check(name: str, value: float, tolerance: float, detail: str = "") -> 
 def problem_check(name: str, problems: Iterable[str], detail: str) -> Check:
     """Passes without problems; otherwise the detail lists the first five."""
     wrong = list(problems)
-    text = f"{len(wrong)} wrong: {', '.join(wrong[:5])}{' ...' if len(wrong) > 5 else ''}" if wrong else detail
+    text = f"{len(wrong)} wrong: {few(wrong)}" if wrong else detail
     return Check(name, "failed" if wrong else "passed", float(len(wrong)), 0.0, text)
 
 

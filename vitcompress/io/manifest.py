@@ -33,7 +33,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = RunFolder(folder).manifest
     if not path.exists() and not path.is_symlink():
         return {}
-    # Read once: another process may replace it. With every byte, which a change may consist of.
+    # Read once, as another process may replace it, and as text, because `_to_text` compares every byte.
     data, text = read_json(path, lambda text: [json.loads(text), text], encoding="utf-8")
     if isinstance(data, dict) and not {"sha256", "plan_sha256"} & data.keys():  # such as that of a web application
         return {}
@@ -93,8 +93,8 @@ def record_changes(folder: Path) -> Iterator[None]:
     """Update the manifest of `folder` with the files that this block writes and removes. Without one, do nothing.
 
     A file has no entry while it changes: a process that is killed leaves none that contradicts a file, and the next
-    block adds those that are missing. All other entries stay, and so do those of text files that were changed before:
-    the block may write them back.
+    block adds those that are missing. The entry of a text file that was edited before the block stays: the block may
+    write the edited text back, and `verify` must still report it.
     """
     # edited: files that differ from their entries -> the difference. before: the state of each file (`_states`).
     manifest, edited, before = dict[str, Any](), dict[str, str](), _states(folder)

@@ -111,7 +111,7 @@ class RunFolder:
 
         Not signatures: the manifest is signed. Nothing hidden: locks, and what is written at the moment.
         """
-        starts = tuple(f"{Path(path.stem).stem}." for path in self.path.glob("*.*.json"))
+        starts = tuple(f"{Path(path.stem).stem}." for path in self.path.glob("*.*.json"))  # a sidecar NAME.onnx.json
         exports = {path for path in self.path.glob("*.*") if path.name.startswith(starts)}
         for path in sorted({*self.run_files(), self.settings, self.training, *exports} - {self.manifest}):
             walked = (Path(root, name) for root, _, names in os.walk(path) for name in names)  # rglob fails as files go

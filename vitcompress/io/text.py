@@ -20,6 +20,11 @@ def format_number(value: float, digits: int = 3) -> str:
     return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
+def few(names: Sequence[str]) -> str:
+    """The first five names, and how many more there are."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
 def format_range(least: object, most: object) -> str:
     """`2 to 8`, or `2` if both ends are equal."""
     low, high = str(least), str(most)

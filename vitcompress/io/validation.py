@@ -57,7 +57,7 @@ def Matching(pattern: str) -> Any:
     return Field(pattern=pattern)
 
 
-# Numbers of NumPy become those of Python. It follows the limits of an int, which a JSON Schema would otherwise lack.
+# Converts numbers of NumPy. It is written after the limits of an int: before them, a JSON Schema would lack them.
 WHOLE = BeforeValidator(lambda n: n if isinstance(n, bool) or not isinstance(n, Integral) else int(n))
 UserPath = Annotated[Path, AfterValidator(user_path)]
 
@@ -137,7 +137,7 @@ def validate_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
             message = "\n  ".join([f"the arguments of {name} are invalid:", *problems])
             raise InputError(message, hint=f"help(vitcompress.{name}) describes all of them") from None
         bound.arguments = {name: values[name] for name in bound.arguments}
-        with nullcontext() if function.__name__ == "create_model" else _on_cpu_by_default():
+        with nullcontext() if name == "create_model" else _on_cpu_by_default():
             return function(*bound.args, **bound.kwargs)
 
     plain = typing.get_type_hints(function)  # without limits of numbers, which `help` would print as objects

@@ -356,8 +356,8 @@ class Method:
         report(folder): tables, remarks and charts of the step's folder; empty if nothing was measured.
         dilute(options, epochs): gate value of the removed layers in each epoch of the recovery, for methods that fade
             them out in the last step of a recipe; None removes them at once, as all other steps do.
-        resize(options, model, family, strength): the options for other sizes, to reach a latency. strength: above 0,
-            the larger, the smaller the result, to 1, the smallest. `structure` raises PlanError for impossible sizes.
+        resize(options, model, family, strength): the options for other sizes, to reach a latency. strength: above 0, at
+            most 1; the larger, the smaller the model. `structure` raises PlanError for impossible sizes.
     """
 
     name: str

@@ -154,10 +154,10 @@ class Target(Generic[T]):
 def solve(ranking: Ranking, target: Target[Counts]) -> tuple[Counts, dict[str, float]]:
     """Numbers of channels whose cost is nearest to the target; requested, reached, least and largest possible cost.
 
-    The residual width, whose units cost most, is aligned to the width that a solution without alignment has (of a
-    latency, with alignment: other widths may be slow); the other widths then meet the target. If they miss it by more
-    than 1 % (a latency by 2 %), the next residual widths are tried too. Raises PlanError, with the range, if the target
-    is out of reach.
+    First the residual width is fixed, whose channels cost most: that of a solution without alignment, rounded to its
+    multiple. (For a latency the solution has alignment: other widths may be slow.) Then the other widths are searched.
+    If they miss the target by more than 1 % (a latency by 2 %), the next residual widths are tried. Raises PlanError,
+    with the range, if the target is out of reach.
     """
     least, most = check_reach(ranking.counts(0.0), ranking.counts(1.0), target)
     free = bisect((ranking if target.runtime else replace(ranking, multiples={}, down=False)).counts, target)[0]

@@ -133,8 +133,8 @@ def _choose(
             raise PlanError(message, hint="set keep_ratio, keep_heads or keep_head_dim lower, or smaller multiples")
         return counts, {}
     size, unit = UNITS[options.target]
-    cost_of = lambda counts: getattr(candidates.cost(counts), options.target) / size  # noqa: E731
-    counts, costs = budget.solve(ranking, Target[Counts](options.amount, cost_of, unit))
+    target = Target[Counts](options.amount, lambda own: getattr(candidates.cost(own), options.target) / size, unit)
+    counts, costs = budget.solve(ranking, target)
     return counts, {"kind": options.target, **costs}
 
 

@@ -187,8 +187,8 @@ def _plain_type(hint: Any, most: int) -> Any:
 
 def read_arguments(base: type[nn.Module] | None, shapes: Shapes) -> dict[str, object]:
     """The arguments of a class of `RULES` that `shapes` show."""
-    facts: dict[str, object] = {}
-    for name, rule in RULES[base].items() if base and PATCHES in shapes else ():
+    facts, rules = dict[str, object](), RULES[base] if base and PATCHES in shapes else {}
+    for name, rule in rules.items():
         with suppress(LookupError, ValueError, ZeroDivisionError):  # no such tensor, or an empty one
             facts[name] = rule(shapes)
     return {name: value for name, value in facts.items() if value is not None}

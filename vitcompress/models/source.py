@@ -173,18 +173,18 @@ def _arguments(arch: str, own: Arguments, file: WeightFile, weights: str | Path)
     if not file.tensors:
         return dict(own), dict.fromkeys(own, RECIPE)
     try:
-        default, unknown = create_blank(arch, own), set[str]()
+        default, fits = create_blank(arch, own), True
     except InputError:  # these arguments may fit only the sizes that the weights show
-        default, unknown = create_blank(arch, {}), set(own)
+        default, fits = create_blank(arch, {}), False
     base, shapes = base_of(type(default)), shapes_of(file.tensors)
     known = inspect.signature(base).parameters if base else {}
     stated = {name: value for name, value in file.stated.items() if name in known}
     seen = {} if base is None else _read_shapes(arch, base, shapes, stated, own)
     evidence, sources = _merge({file.stated_in: stated, WEIGHTS: seen})
-    facts = {name: getattr(default, name, None) for name in stated} | _facts(default)
-    facts |= {name: value for name, value in seen.items() if name in unknown}
-    others = {name: value for name, value in evidence.items() if name not in own}
-    new = _differing(others, facts)
+    built = {name: getattr(default, name, None) for name in stated} | _facts(default)  # arguments of the built model
+    built |= {} if fits else {name: value for name, value in seen.items() if name in own}
+    left_open = {name: value for name, value in evidence.items() if name not in own}
+    new = _differing(left_open, built)
     kind, similar = describe_shapes(shapes)
     has_other_blocks = base and kind and not seen.keys() & {"depth", "depths"}
     has_other_heads = ("dist_token" in shapes) != hasattr(default, "dist_token")
@@ -193,11 +193,11 @@ def _arguments(arch: str, own: Arguments, file: WeightFile, weights: str | Path)
         message = f"{weights} contains {kind or 'an unknown architecture'}; the recipe's model is {arch}"
         raise WeightsError(message, hint=f"use --model {file.stated.get('model', similar or 'NAME')}, or other weights")
     with suppress(InputError):  # raised again by `_create`
-        facts |= _facts(create_blank(arch, {**new, **own}))
-    new |= _differing(others, facts)
+        built |= _facts(create_blank(arch, {**new, **own}))
+    new |= _differing(left_open, built)
     # What shapes show is compared with those of the model with all these arguments, all else with the recipe; heads,
     # too: their number must fit the other arguments, or timm cannot build that model.
-    expected = {**own, **{name: facts.get(name) for name in seen if name != "num_heads"}}
+    expected = {**own, **{name: built.get(name) for name in seen if name != "num_heads"}}
     if wrong := sorted(own.keys() & _differing(evidence, expected).keys() - {"img_size", "num_classes"}):
         texts = (f"{name} is {evidence[name]} in {sources[name]}, {own[name]} in {RECIPE}" for name in wrong)
         hint = "leave it out of model.args, or use --model NAME, which starts without arguments"

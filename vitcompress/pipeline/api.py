@@ -107,8 +107,8 @@ def plan(
 
     Args:
         data: labeled training images: a map-style data set of (image, class) pairs, or an iterable of (images, labels)
-            batches, which is read into memory. Of every class a tenth, at least one image, is held out: it is neither
-            scored nor trained on. Methods that rank by weights alone need none.
+            batches, which is read into memory. Of every class of two or more images a tenth, at least one, is held out:
+            it is neither scored nor trained on. Methods that rank by weights alone need none.
         device: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`, or a torch.device.
         folder: for measurements and training states, so that a stopped call with the same arguments can continue; None:
             a temporary folder. Data sets are compared by their labels and eight images, batches by 1000 images.

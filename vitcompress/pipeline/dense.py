@@ -11,7 +11,7 @@ from vitcompress.errors import CheckFailedError, DataError, InputError, WeightsE
 from vitcompress.io.files import read_record, write_json
 from vitcompress.io.manifest import check_unchanged, read_manifest, write_manifest
 from vitcompress.io.run_folder import RunFolder
-from vitcompress.io.text import describe_differences, describe_value
+from vitcompress.io.text import describe_differences, describe_value, few
 from vitcompress.models.checkpoint import load_model, read_plan, write_model
 from vitcompress.models.create import create_model, randomize_constants
 from vitcompress.models.weights import read_source
@@ -21,7 +21,7 @@ from vitcompress.pipeline.training import measure_accuracy, train_model
 from vitcompress.recipe.load import dense_settings
 from vitcompress.recipe.schema import Recipe
 from vitcompress.training.data import Splits, images_digest
-from vitcompress.training.datasets import Images, few
+from vitcompress.training.datasets import Images
 from vitcompress.training.metrics import Accuracy, guessed
 
 

@@ -168,21 +168,21 @@ def verify_export(
     checks = tuple(chain.from_iterable(results.values()))
     verdict = file_status(path, checks)
     if inside:
-        left = () if verdict == "failed" else (*checks, *inspector_checks(path))  # of files that stay in the folder
-        tensors = tensors if left else {}
-        added = Verification(left)
+        stays, weights = verdict != "failed", dict[str, object]()
+        added = [*checks, *inspector_checks(path)] if stays else []
         if not dense:  # the table of weights is that of the compressed model
+            tensors = tensors if stays else {}
             for file in exported_files(folder, "model"):
                 with suppress(InputError):  # a damaged file fails when the folder is verified
                     if file not in results and (contents := contents_of(file)):
                         tensors[file.name] = compare_tensors(model, contents, original.rows)
-            shapes = shape_check(original.rows, model)
-            added = Verification((*left, shapes), weight_table(original.rows, model, tensors))
-        # onnx: no file was exported.
-        names = {*(("onnx",) if left and not dense else ()), *(check.name for check in added.checks)}
-        names |= {f"export.{path.name}"} if left else set()  # an earlier file of this name was rejected
-        replaced = (path, source)
-        update_verification(folder, added, lambda name: name in names or any(is_about(file, name) for file in replaced))
+            added.append(shape_check(original.rows, model))
+            weights = weight_table(original.rows, model, tensors)
+        # The file ends the checks "no file was exported" and "a file of this name was rejected".
+        outdated = {f"export.{path.name}", *(() if dense else ("onnx",))} if stays else set()
+        names = outdated | {check.name for check in added}
+        new = Verification(tuple(added), weights)
+        update_verification(folder, new, lambda n: n in names or is_about(path, n) or is_about(source, n))
     return ExportOutcome(quarantine(path) if verdict == "failed" else path, verdict, checks)
 
 

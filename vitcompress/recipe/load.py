@@ -163,17 +163,17 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
 def _ineffective(sets: Sequence[str], recipe: Recipe) -> Iterator[str]:
     """Assignments to options of another choice, such as `collection` beside published layers, and `WRONG_KEY=`."""
     for assignment in sets:
-        table, *path = key_path(assignment)
-        place, names = cast(Any, recipe), [table, *path]
-        unused = getattr(getattr(recipe, table, None), "unused", {})
-        if path and isinstance(path[0], int):
+        table, *keys = key_path(assignment)
+        place, names, unused = cast(Any, recipe), [table, *keys], getattr(getattr(recipe, table, None), "unused", {})
+        if keys and isinstance(keys[0], int):
             from vitcompress.methods.table import find_method  # imports torch
 
-            step = recipe.steps[path.pop(0)]
-            place, names, unused = step.options, path, find_method(step.method).describe(step.options).unused
-        if path and path[0] in unused and not assignment.endswith("="):
-            yield f"--set {assignment}   has no effect: {unused[path[0]]}"
-        for name in names if assignment.endswith("=") else ():
+            step, keys = recipe.steps[keys[0]], keys[1:]
+            place, names, unused = step.options, keys, find_method(step.method).describe(step.options).unused
+        if not assignment.endswith("="):
+            yield from (f"--set {assignment}   has no effect: {unused[key]}" for key in keys[:1] if key in unused)
+            continue
+        for name in names:
             if is_dataclass(place) and not hasattr(place, name):
                 yield f"--set {assignment}   {UNKNOWN_KEY}{did_you_mean(name, vars(place))}"
             place = getattr(place, name, None)

@@ -36,8 +36,9 @@ def planned_tensors(dense: nn.Module, plan: Plan) -> tuple[PlannedTensor, ...]:
     family = family_of(dense)
     before = {name: tuple(tensor.shape) for name, tensor in dense.state_dict().items()}
     after = sliced_shapes(before, dense, family, plan)
-    removed = tuple(_removed_modules(family, family.sites(dense), plan))
-    ffns = {site.name for site in family.sites(dense) if site.kind == "ffn"}
+    sites = family.sites(dense)
+    removed = tuple(_removed_modules(family, sites, plan))
+    ffns = {site.name for site in sites if site.kind == "ffn"}
     pairs = {name: pair for name in plan.folded if name in ffns and (pair := family.linear_pair(dense, name))}
     rows = [row for ffn, pair in pairs.items() for row in _folded(ffn, pair, before, after)]
     members = {member for pair in pairs.values() for member in pair}

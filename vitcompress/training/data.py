@@ -111,8 +111,8 @@ def open_test(options: DataOptions) -> Splits:
 
 
 def subset(dataset: Images, count: int, seed: int, *, per_class: bool = True) -> Images:
-    """At most `count` random images of every class of `dataset`, in its order; else `count` images of all classes
-    together, as many of every class as possible, or one more.
+    """Random images of `dataset`, in its order: at most `count` of every class or, without `per_class`, `count` in
+    total, as equally from all classes as possible.
     """
     order = np.random.default_rng(derived_seed("subset", seed)).permutation(len(dataset))
     labels, rank = dataset.labels[order], np.empty(len(dataset), np.int64)  # rank: how many of its class precede each
@@ -221,17 +221,17 @@ def _timm(options: DataOptions) -> Splits:
         except (RuntimeError, OSError, ValueError, TypeError, AssertionError, ImportError) as error:
             message = f"data source timm:{name} split {split!r} at {options.path} cannot be opened: {first_line(error)}"
             raise DataError(message, hint="check the name, --data and the splits") from error
-    train, test = (getattr(part.dataset, "reader", part.dataset) for part in parts)
-    files, others = ({str(sample[0]) for sample in getattr(part, "samples", ())} for part in (train, test))
+    train, test = parts
+    readers = [getattr(part.dataset, "reader", part.dataset) for part in parts]
+    files, test_files = ({str(sample[0]) for sample in getattr(reader, "samples", ())} for reader in readers)
+    numbers, test_numbers = (getattr(reader, "class_to_idx", None) or {} for reader in readers)
     # timm reads the whole folder where that of a split is missing, and torchvision's test images for unknown splits.
-    first, other = (np.array(part[0][0]) for part in parts)
-    alike = bool(files & others) if files else parts[0].digest == parts[1].digest and np.array_equal(first, other)
-    same = alike and options.test_split != splits[0]
-    numbers, other_numbers = (getattr(part, "class_to_idx", None) or {} for part in (train, test))
-    if same or numbers != other_numbers:
+    alike = np.array_equal(np.array(train[0][0]), np.array(test[0][0])) and train.digest == test.digest
+    same = (bool(files & test_files) if files else alike) and options.test_split != splits[0]
+    if same or numbers != test_numbers:
         message = f"timm:{name}: {splits[1]!r} has {'the images of' if same else 'other classes than'} {splits[0]!r}"
         raise DataError(
             message, hint=f"use a folder for each in {options.path}, with the same classes; or set data.test_split"
         )
-    names = getattr(parts[0].dataset, "classes", None) or [*numbers] or range(int(parts[0].labels.max()) + 1)
-    return Splits(name, tuple(map(str, names)), parts[0], test=parts[1])
+    names = getattr(train.dataset, "classes", None) or [*numbers] or range(int(train.labels.max()) + 1)
+    return Splits(name, tuple(map(str, names)), train, test=test)

@@ -19,7 +19,7 @@ from torchvision.datasets.folder import make_dataset
 
 from vitcompress.errors import DataError, first_line
 from vitcompress.io.tensors import DAMAGED, tensors_digest
-from vitcompress.io.text import format_shape, natural_key
+from vitcompress.io.text import few, format_shape, natural_key
 from vitcompress.models.create import Size, check_images
 
 _CHECKED_ON_OPENING = 1000  # images decoded when a folder is opened; the others are checked when they are read
@@ -298,8 +298,3 @@ def describe_skipped(files: Sequence[str]) -> str:
     """One line on the images that `skip_broken` left out."""
     count = f"{len(files)} image{'s' * (len(files) > 1)}"
     return f"left out, because they cannot be read: {count}, {few(files)}"
-
-
-def few(names: Sequence[str]) -> str:
-    """The first five names, and how many more there are."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -88,7 +88,7 @@ class Runtime:
         return torch.autocast(self.device.type, _AMP_TYPES.get(self.amp), enabled=self.amp != "none")
 
     def no_autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Disable the caller's autocast. Regions inside keep no converted weights: torch would drop them only here."""
+        """Disable the caller's autocast. Regions inside cache no converted weights: torch frees them only after it."""
         return torch.autocast(self.device.type, enabled=False, cache_enabled=False)
 
 
@@ -99,7 +99,7 @@ def start(device: str | torch.device = "auto", amp: Amp = "none", workers: int =
     """
     chosen = check_device(device, amp)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    rank = int(os.environ.get("RANK", "0")) if world_size > 1 else 0  # other programs set the former alone
+    rank = int(os.environ.get("RANK", "0")) if world_size > 1 else 0  # other programs set RANK alone
     if distributed.is_initialized():
         rank, world_size, joined = distributed.get_rank(), distributed.get_world_size(), False
     elif joined := world_size > 1:

@@ -15,8 +15,8 @@ class RunLog:
     """The log of a run, to which the training `stage` adds one line per epoch."""
 
     def __init__(self, folder: Path, label: str) -> None:
-        """The log of the run that a training's `folder` belongs to: next to the run's `state`, else in the folder. The
-        folder below `state` names the training, or its `label`.
+        """The log is next to the nearest folder `state` of a run above `folder`, and the path below `state` names the
+        training. Elsewhere it is in `folder`. label: names a training without such a path.
         """
         run = any(files.recipe.is_file() or files.settings.is_file() for files in map(RunFolder, folder.parents))
         state = next((part for part in (folder, *folder.parents) if run and part == RunFolder(part.parent).state), None)

@@ -178,17 +178,16 @@ class Objective:
 
     def __call__(self, network: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
         """targets: classes (batch,) or probabilities (batch, classes) -> mean loss, a scalar."""
-        options, teacher, output, features = self.options, self.teacher, network(images), None
-        if options.distillation in FEATURES:
-            output, features = output
+        options, teacher = self.options, self.teacher
+        output, features = network(images) if options.distillation in FEATURES else (network(images), None)
         first, second = output if isinstance(output, tuple) else (output, output)
         weight = 1.0 if teacher is None else options.share_of_labels
+        # The labels train the second head too, unless logits of a teacher do.
         both = second is not first and (teacher is None or options.distillation == "features")
         heads = (first, second) if both else (first,)
         # Probabilities are smoothed where images are mixed.
-        loss = functional.cross_entropy
         smoothing = options.augmentation.smoothing if targets.ndim == 1 else 0.0
-        parts = [weight * loss(head, targets, label_smoothing=smoothing) for head in heads]
+        parts = [weight * functional.cross_entropy(head, targets, label_smoothing=smoothing) for head in heads]
         labels = cast(Tensor, sum(parts) / len(parts))
         if teacher is None:
             return labels

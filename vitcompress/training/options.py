@@ -95,7 +95,7 @@ class TrainOptions:
 
     epochs: Annotated[int, Ge(0), Le(100_000), Doc("passes over the training images")] = 10
     batch_size: Annotated[int, Ge(1), Le(2**20), Doc("images of one optimizer step, over all processes")] = 128
-    accumulate: Annotated[int, Ge(1), Doc("parts of each process's share of a batch, or own batches per step")] = 1
+    accumulate: Annotated[int, Ge(1), Doc("forward passes of an optimizer step: parts of a batch, or own batches")] = 1
     optimizer: Annotated[str, Doc("name of a timm optimizer")] = "adamw"
     lr: Annotated[float, Ge(0), Doc("peak learning rate")] = 1e-3
     lr_base: Annotated[float | None, Gt(0), Doc("peak learning rate per 512 images of batch_size; replaces lr")] = None

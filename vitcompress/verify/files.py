@@ -65,13 +65,13 @@ def metadata_check(path: Path, original: PlannedOriginal, contents: Contents | N
 
     contents: of the file; None for an engine, whose sidecar alone has them.
     """
-    stated = dict[str, dict[str, Any]]()  # name of a file -> the metadata in it
-    recorded = dict[str, Any]()
+    stated, recorded = dict[str, dict[str, Any]](), dict[str, Any]()  # metadata by name of the file; of the sidecar
     if sidecar := usable_sidecar(path):
-        recorded = stated[sidecar_path(path).name] = decode_json_values(sidecar["metadata"])
+        recorded = decode_json_values(sidecar["metadata"])
         recorded.pop("precision", None)
         if path.suffix == ".onnx":  # the contents of other formats have no opset, and the precision of their tensors
             recorded |= {key: sidecar[key] for key in ("opset", "precision")}
+        stated[sidecar_path(path).name] = recorded
     if contents is not None:
         stated[path.name] = decode_json_values(contents.metadata)
     config, count = input_config(original.model), getattr(original.model, "num_classes", 0)

@@ -72,14 +72,14 @@ def removal_orders(records: Sequence[Record]) -> dict[SiteKind, list[int]]:
 
 
 def estimate(model: nn.Module, family: Family, options: AllocationOptions) -> list[Estimate]:
-    """The trainings and measurements of step 1."""
+    """The trainings and measurements of step 1. A round measures the model and each layer of its type that is left."""
     counts, fast = {kind: len(sites) for kind, sites in layers(model, family).items()}, options.collection
-    candidates = [counts[kind] - number for kind in GATED for number in range(_rounds(counts[kind], options))]
-    mixed = enumerate(_interleaved(fast, counts))
-    candidates += [counts[kind] - number // 2 for number, kind in mixed if number]  # the first round is a shared one
+    left = [counts[kind] - removed for kind in GATED for removed in range(_rounds(counts[kind], options))]
+    mixed = [*enumerate(_interleaved(fast, counts))][1:]  # the first round is that of a single-type chain
+    left += [counts[kind] - number // 2 for number, kind in mixed]  # half of the rounds before removed this type
     return [
-        Estimate("step 1, transfer entropy", sum(candidates) + len(candidates), 1, images=options.te.images),
-        Estimate("step 1, fast fine-tuning", len(candidates), fast.epochs, fast.images_per_class),
+        Estimate("step 1, transfer entropy", sum(left) + len(left), 1, images=options.te.images),
+        Estimate("step 1, fast fine-tuning", len(left), fast.epochs, fast.images_per_class),
     ]
 
 
