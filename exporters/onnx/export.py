@@ -288,8 +288,7 @@ def _name_products(graph: Any, tensors: dict[str, Tensor]) -> None:
     """
     counts = Counter[str]()
     for node in [node for node in graph if node.op_type in ("Gemm", "MatMul", "Add")]:
-        scopes = literal_eval(node.metadata_props.get("pkg.torch.onnx.name_scopes", "['', '']"))
-        path = scopes[-2]
+        path = literal_eval(node.metadata_props.get("pkg.torch.onnx.name_scopes", "['', '']"))[-2]
         if node.op_type != "Add" and node.inputs[1].const_value is None:
             node.name = f"{path}{CORE}{counts[path]}"
             counts[path] += 1

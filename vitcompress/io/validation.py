@@ -195,8 +195,11 @@ def _describe(item: Any, root: type[BaseModel]) -> str:
     seen = str(value).lower() if isinstance(value, bool) else " ".join(shown.split())  # in TOML syntax
     seen = seen if len(seen) <= 60 else f"{seen[:57]}..."
     if kind in UNKNOWN:
-        known = list(_keys(root, item["loc"][:-1]))
-        return f"{UNKNOWN_KEY}{did_you_mean(str(item['loc'][-1]), known) or ', known: ' + (', '.join(known) or 'none')}"
+        *table, key = item["loc"]
+        known = list(_keys(root, table))
+        inside = [f"{name}.{key}" for name in known if key in _keys(root, [*table, name])]
+        near = f", did you mean {' or '.join(inside)}?" if inside else did_you_mean(str(key), known)
+        return f"{UNKNOWN_KEY}{near or ', known: ' + (', '.join(known) or 'none')}"
     if kind in BOUNDS:
         key, words = BOUNDS[kind]
         return f"got {seen}, expected " + words.format(str(context[key]).removesuffix(".0"))
@@ -209,7 +212,7 @@ def _describe(item: Any, root: type[BaseModel]) -> str:
     return f"got {seen}, expected {KINDS.get(name, f'a {name}')}" if name else f"got {seen}: {item['msg']}"
 
 
-def _keys(root: type[BaseModel], loc: tuple[int | str, ...]) -> Iterator[str]:
+def _keys(root: type[BaseModel], loc: Sequence[int | str]) -> Iterator[str]:
     """The keys of the table at `loc`."""
     kind: Any = root
     for part in (part for part in loc if isinstance(part, str)):

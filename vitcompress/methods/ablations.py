@@ -63,8 +63,7 @@ def pick(model: nn.Module, family: Family, options: RandomOptions, seed: int = 0
     if options.pick == "last":
         sites.reverse()
     if options.pick == "random":
-        order = np.random.default_rng(derived_seed("random layers", seed)).permutation(len(sites))
-        sites = [sites[i] for i in order]
+        sites = [sites[i] for i in np.random.default_rng(derived_seed("random layers", seed)).permutation(len(sites))]
     left = most = {kind: max(0, len(own) - 1) for kind, own in depth.layers(model, family).items()}
     if options.attention is not None:
         left = dict(zip(GATED, (options.attention, options.pruned_layers - options.attention), strict=True))

@@ -31,8 +31,7 @@ def engine_checks(path: Path, original: PlannedOriginal) -> Iterator[Check]:
         wrong = [] if file_sha256(source) == recorded else [f"the engine was not built from this {source.name}"]
         yield problem_check(name, wrong, f"built from {source.name}, sha256 {str(recorded)[:12]}")
     else:
-        detail = "the ONNX file that the engine was built from was not kept"
-        yield Check(name, "not_run", detail=detail, applies=False)
+        yield Check(name, "not_run", detail="the ONNX file that the engine was built from was not kept", applies=False)
     folded = [row for row in original.rows if row.change == "folded" and len(row.planned or ()) == 2]
     if folded and original.unfolded is not None and original.unfolded.is_file():
         yield _folded_check(path, original.model, folded, load_tensors(original.unfolded), str(sidecar["precision"]))
