@@ -144,18 +144,17 @@ def _dequantize(node: Any, named: Mapping[str, Any], folder: Path) -> tuple[np.n
     shape = [-1 if number == axis % stored.ndim else 1 for number in range(stored.ndim)]
     fitted = (values.astype(np.float64).reshape(shape if values.ndim else []) for values in others)
     scale, zero = next(fitted, np.array(1.0)), next(fitted, np.array(0.0))
-    values, half = represented_values(stored, scale)
-    return values - zero * scale, half
+    return represented_values(stored, scale, zero)
 
 
-def represented_values(stored: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`stored` times `scale`, and half the distance from each of these values to the next one."""
+def represented_values(stored: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(`stored` - `zero`) * `scale`, and half the distance from each of these values to the next one."""
     values = stored.astype(np.float64)
     if "int" in stored.dtype.name:  # NumPy has no kind for int4
-        return values * scale, 0.5 * scale
+        return (values - zero) * scale, 0.5 * scale
     about = torch.finfo(getattr(torch, stored.dtype.name))
     sizes = np.maximum(np.abs(values), about.smallest_normal)
-    return values * scale, 2.0 ** np.floor(np.log2(sizes)) * about.eps / 2 * scale
+    return (values - zero) * scale, 2.0 ** np.floor(np.log2(sizes)) * about.eps / 2 * scale
 
 
 def _read_array(tensor: Any, folder: Path) -> np.ndarray:

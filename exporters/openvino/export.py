@@ -133,7 +133,7 @@ def read_contents(path: Path) -> Contents:
         message = f"{path} has the operation {nested[0]}, whose constants cannot be listed"
         raise ArtifactError(message, hint="export it with vitcompress")
     constants = [node for node in model.get_ops() if node.get_type_name() == "Constant"]
-    # The quantizer names a tensor X_quantized, its scale X_quantized_scale or X_scale, and its zero point (0) likewise.
+    # The quantizer names a tensor X_quantized, its scale X_quantized_scale or X_scale, and its zero point likewise.
     named = {node.get_friendly_name(): node.data for node in constants}
     stems = {n: n if f"{n}_scale" in named else n.removesuffix("_quantized") for n in named if n.endswith("_quantized")}
     parameters = {f"{stem}_{kind}" for stem in stems.values() for kind in ("scale", "zero_point")}
@@ -145,7 +145,8 @@ def read_contents(path: Path) -> Contents:
         values, name = node.data, node.get_friendly_name()
         index = node.get_element_type().get_type_name() in ("i64", "i32", "boolean") or name in parameters
         scale = np.array(1.0) if values.dtype == np.float16 else named.get(f"{stems.get(name)}_scale")
-        represented = None if scale is None else partial(represented_values, values, scale)
+        zero = named.get(f"{stems.get(name)}_zero_point", np.array(0)).astype(np.float64)
+        represented = None if scale is None else partial(represented_values, values, scale, zero)
         place = (values.ctypes.data, values.nbytes)
         stored.append(Stored(name, values.shape, values.nbytes, place, values.tobytes, index, represented))
     size = path.stat().st_size + path.with_suffix(".bin").stat().st_size

@@ -62,7 +62,9 @@ def calibrate(source: Path, images: Tensor, precision: EightBits, method: Calibr
                     message = f"the input of {key} is {largest[name]} on the calibration images"
                     raise PrecisionError(message, hint="use --precision fp32")
             if method != "minmax":
-                collector.collect(values)
+                # Bins begin at the smallest magnitude, without a zero: those of nearly equal ones would have no width.
+                zero = np.zeros(int(method == "percentile"), np.float32)
+                collector.collect({name: np.append(array, zero) for name, array in values.items()})
         if method == "minmax":
             ranges = largest
         elif method == "mse":

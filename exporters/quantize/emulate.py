@@ -3,17 +3,20 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from vitcompress.exporters.quantize.graph import CORE, HALF_RANGE, LARGEST, SMALLEST, WEIGHT, Quantization, step_size
+from vitcompress.exporters.quantize.graph import CORE, HALF_RANGE, INT32_STEP, LARGEST, WEIGHT, Quantization, step_size
 
 PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
-INT32_STEP = 1.0001 / (2**31 - 1)  # of a bias, over its magnitude, at least; ONNX Runtime's quantizer enlarges others
+TINY = torch.finfo(torch.float32).tiny
 FP8_BITS, FP8_EXPONENT = 4, -6  # significant bits, and exponent of the smallest normal number of E4M3
 
 
@@ -37,34 +40,40 @@ def round_values(x: Tensor, scale: Tensor | float, precision: str, generator: to
 def weight_scale(weight: Tensor, settings: Quantization) -> Tensor:
     """The scale of a weight, (outputs, inputs): (outputs, 1) in int8, () in fp8."""
     if settings.precision == "fp8":
-        size, largest = weight.abs().max(), LARGEST["fp8"]
-    else:
-        size, largest = weight.abs().amax(1, keepdim=True), LARGEST["int8"] if settings.weight_bits == 8 else 64.0
-    return torch.where(size / largest >= SMALLEST, size / largest, 1.0)
+        return torch.as_tensor(step_size(weight.abs().max(), "fp8"))
+    return (weight.abs().amax(1, keepdim=True) / (LARGEST["int8"] if settings.weight_bits == 8 else 64)).clamp(TINY)
 
 
 def stored_tensors(model: nn.Module, settings: Quantization) -> dict[str, Tensor]:
-    """The parameters of `model` that a file with these settings stores in fp16, with their values in the file."""
-    named = {name: p.detach() for name, p in model.named_parameters() if name in settings.half}
-    return {name: p.half().to(p) for name, p in named.items() if p.abs().max() <= HALF_RANGE}
+    """The parameters that a file stores in fp16, with their values in the file. Gradients pass the rounding."""
+    named = {name: p for name, p in model.named_parameters() if name in settings.half and p.abs().max() <= HALF_RANGE}
+    return {name: p + (p.half().to(p) - p).detach() for name, p in named.items()}
 
 
 class EightBitProducts(TorchFunctionMode):
-    """While active, the layers and attentions of `model` that `settings` names multiply as `round_values` states."""
+    """While active, the layers and attentions of `model` that `settings` names multiply as `round_values` states.
+
+    These attentions compute as `exporters.onnx` writes them: two products, of which the first has the scaled q.
+    """
 
     def __init__(self, model: nn.Module, settings: Quantization, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.settings, self.generator = settings, generator
         self.layers = {id(p): name.removesuffix(WEIGHT) for name, p in model.named_parameters(remove_duplicate=False)}
         cores = {key.partition(CORE)[0] for key in settings.ranges if CORE in key}
-        self.attentions = [module for name, module in model.named_modules() if name in cores]
-        self.inside, self.hooks = False, ExitStack()  # one of these attentions
+        self.attentions = {name: module for name, module in model.named_modules() if name in cores}
+        self.products: Any = None  # in one of these attentions: an iterator over the keys of its products
+        self.hooks = ExitStack()
 
     def __enter__(self) -> Any:
-        for module in self.attentions:
-            self.hooks.callback(module.register_forward_pre_hook(lambda *args: setattr(self, "inside", True)).remove)
-            self.hooks.callback(module.register_forward_hook(lambda *args: setattr(self, "inside", False)).remove)
+        for name, module in self.attentions.items():
+            self.hooks.callback(module.register_forward_pre_hook(partial(self._expect, name)).remove)
+            self.hooks.callback(module.register_forward_hook(partial(self._expect, "")).remove)
         return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def _expect(self, attention: str, *args: Any) -> None:
+        """The next products are those of `attention`; empty: of none."""
+        self.products = (f"{attention}{CORE}{number}" for number in count()) if attention else None
 
     def __exit__(self, *error: Any) -> None:
         self.hooks.close()
@@ -85,13 +94,23 @@ class EightBitProducts(TorchFunctionMode):
                     biases = [bias + ((bias / sizes).round() * sizes - bias).detach()]
             x = round_values(x, scale, precision, self.generator)
             args = (x, round_values(weight, steps, precision, self.generator), *biases)
-        elif self.inside and func in (F.scaled_dot_product_attention, *PRODUCTS):
-            # Only products of attentions have no weight. Precision does not depend on the scale.
-            count = 2 if func in PRODUCTS else 3
-            scales = [step_size(float(x.abs().max()), precision) for x in args[:count]]
-            rounded = [round_values(*pair, precision, self.generator) for pair in zip(args, scales, strict=False)]
-            args = (*rounded, *args[count:])
+        elif self.products and func in (F.scaled_dot_product_attention, *PRODUCTS):
+            return (self._multiply if func in PRODUCTS else self._attend)(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+    def _multiply(self, *operands: Tensor) -> Tensor:
+        """The next product of the attention, in eight bits if it has ranges. Other products have a weight."""
+        key, ranges, precision = next(self.products), self.settings.ranges, self.settings.precision
+        if f"{key}.0" in ranges:
+            steps = [step_size(ranges[f"{key}.{side}"], precision) for side in (0, 1)]
+            pairs = zip(operands, steps, strict=True)
+            operands = tuple(round_values(x, step, precision, self.generator) for x, step in pairs)
+        return torch.matmul(*operands)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, dropout_p: float = 0, **more: Any) -> Any:
+        scores = self._multiply(q * (more.get("scale") or q.shape[-1] ** -0.5), k.transpose(-2, -1))
+        scores = scores if attn_mask is None else scores + attn_mask
+        return self._multiply(F.dropout(scores.softmax(-1), dropout_p), v)
 
 
 class QuantizedTraining(nn.Module):
@@ -99,22 +118,23 @@ class QuantizedTraining(nn.Module):
 
     Gradients pass the rounding unchanged (straight-through, Bengio et al., 2013, https://arxiv.org/abs/1308.3432).
     learned: the ranges are trained, too (LSQ, Esser et al., 2020, https://arxiv.org/abs/1902.08153, eq. 3), in
-    logarithms, so that they stay positive.
+    logarithms, so that they stay positive. Layers that read the same tensor have equal ranges, and train one.
     """
 
     def __init__(self, model: nn.Module, settings: Quantization, *, learned: bool) -> None:
         super().__init__()
         self.model, self.settings = model, settings
-        ranges = torch.tensor(list(settings.ranges.values()))
-        self.log_ranges = nn.Parameter(ranges.clamp(min=torch.finfo().tiny).log(), requires_grad=learned)
+        sizes = list(dict.fromkeys(settings.ranges.values()))
+        self.places = [sizes.index(size) for size in settings.ranges.values()]  # of the range of each layer
+        self.log_ranges = nn.Parameter(torch.tensor(sizes).clamp(TINY).log(), requires_grad=learned)
 
     def ranges(self) -> dict[str, Tensor]:
         """Layer -> largest magnitude of its input."""
-        return dict(zip(self.settings.ranges, self.log_ranges.exp(), strict=True))
+        return dict(zip(self.settings.ranges, self.log_ranges.exp()[self.places], strict=True))
 
     def forward(self, x: Tensor) -> Any:
         """x: images, (batch, C, H, W) -> logits of `model`. Never in half precision, which files do not compute in."""
         ranges: Any = self.ranges()  # tensors, so that they are trained
         settings = replace(self.settings, ranges=ranges)
         with torch.autocast(x.device.type, enabled=False), EightBitProducts(self.model, settings):
-            return self.model(x)
+            return functional_call(self.model, stored_tensors(self.model, settings), (x,))

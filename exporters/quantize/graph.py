@@ -30,6 +30,7 @@ Form = Literal["int32_bias", "unsigned_input", "float_bias"]  # the second has i
 HALF_RANGE = float(np.finfo(np.float16).max)  # a larger value would be stored as infinity
 LARGEST = {"int8": 127.0, "fp8": 448.0}  # the largest number of each type, in int8 the largest symmetric one
 SMALLEST = float(np.finfo(np.float32).tiny)  # step: ONNX Runtime's quantizer sets smaller ones to 1
+INT32_STEP = 1.0001 / (2**31 - 1)  # of a bias, over its magnitude, at least; ONNX Runtime's quantizer enlarges others
 WEIGHT, CORE = ".weight", ".softmax."  # in the names that `onnx.export` gives to weights and to products of attentions
 
 
@@ -98,8 +99,7 @@ def find_wrong_steps(path: Path, settings: Quantization) -> list[str]:
     zero = 128 if settings.form == "unsigned_input" and settings.precision == "int8" else 0
     wrong = list[str]()
     for (written, steps), keys in readers.items():
-        largest = max(settings.ranges.get(key, np.inf) for key in keys)  # of several products
-        step = np.float32(step_size(largest, settings.precision))
+        step = np.float32(step_size(max(settings.ranges.get(key, np.inf) for key in keys), settings.precision))
         stored = [value.const_value.numpy().astype(float) for value in steps if value and value.const_value is not None]
         same = len(stored) == 2 and np.allclose(stored[0], step, rtol=1e-6, atol=0) and np.all(stored[1] == zero)
         wrong += [] if same and steps == written[1:] else keys
@@ -128,6 +128,8 @@ def quantize(source: Path, target: Path, settings: Quantization, metadata: Mappi
     names = {node.input[1] for node, _ in products}
     weights = {tensor.name: tensor for tensor in model.graph.initializer if tensor.name in names}
     sizes = {n: _finite(float(np.abs(numpy_helper.to_array(weight)).max()), n) for n, weight in weights.items()}
+    if settings.form != "float_bias":
+        _fill_empty_rows([node for node, _ in products], model, largest)
     kind = QuantType.QFLOAT8E4M3FN if fp8 else QuantType.QInt8
     data = {name: TensorData(lowest=np.float32(-size), highest=np.float32(size)) for name, size in largest.items()}
     quantizer = QDQQuantizer(
@@ -158,6 +160,20 @@ def quantize(source: Path, target: Path, settings: Quantization, metadata: Mappi
         _use_unsigned_inputs(result)
     onnx.helper.set_model_props(result, metadata)
     onnx.save(result, str(target))
+
+
+def _fill_empty_rows(products: Collection[Any], model: Any, largest: Mapping[str, float]) -> None:
+    """Give rows of zeros in a weight a value that rounds to 0 in the smallest steps that their biases allow.
+
+    The quantizer gives them steps of 1, so that their biases would be rounded to whole steps of the input.
+    """
+    tensors = {tensor.name: tensor for tensor in model.graph.initializer}
+    for node in (node for node in products if len(node.input) > 2):  # Gemm
+        weight, bias = (numpy_helper.to_array(tensors[name]).copy() for name in node.input[1:])
+        rows = weight if any(own.name == "transB" and own.i for own in node.attribute) else weight.T
+        empty = np.abs(rows).max(1) < SMALLEST * LARGEST["int8"]
+        rows[empty, 0] = bias[empty] * INT32_STEP / step_size(largest[node.input[0]], "int8") / 4
+        tensors[node.input[1]].CopyFrom(numpy_helper.from_array(weight, node.input[1]))
 
 
 def _fp8_scales(largest: Mapping[str, float]) -> dict[str, list[dict[str, np.ndarray]]]:

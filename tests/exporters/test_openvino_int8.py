@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -176,6 +177,21 @@ def test_every_stored_weight_is_within_half_a_step_of_the_model(uint8: bool, mod
         weight[3, 5] += 0.02 * weight.abs().max()
     problems = compare_tensors(model, contents).problems
     assert any("blocks.1.mlp.fc1.weight" in problem for problem in problems) and len(problems) == 2
+
+
+def test_zero_points_belong_to_the_values(model: nn.Module, tmp_path: Path) -> None:
+    """The quantizer writes only zeros."""
+    done, xml = export(model, tmp_path / "m.xml", traces(), precision="int8"), ElementTree.parse(tmp_path / "m.xml")
+    (place,) = [
+        one.find("data").attrib  # type: ignore[union-attr]
+        for one in xml.iter("layer")
+        if (name := str(one.get("name"))).startswith("blocks.1.mlp.fc1.weight") and name.endswith("zero_point")
+    ]
+    data = bytearray((tmp_path / "m.bin").read_bytes())
+    data[int(place["offset"])] += 1  # of the first output
+    (tmp_path / "m.bin").write_bytes(data)
+    problems = compare_tensors(model, read_contents(done.path)).problems
+    assert any("blocks.1.mlp.fc1.weight" in problem for problem in problems)
 
 
 def test_close_biases_are_each_matched(model: nn.Module, tmp_path: Path) -> None:

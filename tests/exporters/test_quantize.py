@@ -173,6 +173,26 @@ def test_biases_are_rounded_as_in_the_file(tmp_path: Path, form: Any) -> None:
     assert bias.abs().max() > 0 and (float((unrounded - emulated).abs().max()) > 1e-3) is (form != "float_bias")
 
 
+@pytest.mark.parametrize("form", ["int32_bias", "unsigned_input", "float_bias"])
+def test_a_row_of_zeros_keeps_its_bias(tmp_path: Path, form: Any) -> None:
+    """The quantizer would round it to whole steps of the input, here of 1."""
+    exact, layer = model(), LAYERS[5]
+    with torch.no_grad():
+        exact.get_parameter(f"{layer}.weight")[[0, 2, 3]] = 0
+        exact.get_parameter(f"{layer}.bias")[:3] = torch.tensor([0.3, 5.0, -0.3])
+        exact.get_parameter(f"{layer}.bias")[3] = 0
+    plain = export(exact, tmp_path / "plain.onnx", input=input_config(exact)).path
+    quantize(plain, tmp_path / "model.onnx", Quantization("int8", {layer: 127.0}, form, 8))
+    stored = read_contents(tmp_path / "model.onnx").tensors
+    (weight,) = [s.dequantized()[0] for s in stored if s.name.startswith(f"{layer}.weight") and s.dequantized]
+    rows = weight if weight.shape == exact.get_parameter(f"{layer}.weight").shape else weight.T
+    assert not rows[[0, 2, 3]].any() and rows[1].any()
+    biases = [s.dequantized()[0] for s in stored if s.name.startswith(f"{layer}.bias") and s.dequantized]
+    assert len(biases) == (form != "float_bias")
+    for bias in biases:
+        np.testing.assert_allclose(bias[[0, 2, 3]], [0.3, -0.3, 0.0], rtol=1e-6)
+
+
 @pytest.mark.parametrize("size", [1e-37, 1e-44])
 @pytest.mark.parametrize("part", ["a weight of one output", "all weights", "inputs"])
 def test_values_of_nearly_zero_are_rounded_as_in_the_file(part: str, size: float, tmp_path: Path) -> None:
@@ -306,6 +326,25 @@ def test_damaged_outputs_and_saturation_fail(tmp_path: Path, monkeypatch: pytest
     assert checks_of(done.path)["error"].verdict == "failed"
 
 
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_another_scale_of_the_scores_is_detected(tmp_path: Path, precision: str) -> None:
+    """It changes the logits by less than the limit of fp8 allows."""
+    done = write(tmp_path, precision=precision, form="float_bias")
+    assert "failed" not in {check.verdict for check in checks_of(done.path).values()}
+    wrong = onnx.load(str(done.path))
+    product = next(node for node in wrong.graph.node if node.name == "blocks.0.attn.softmax.0")
+    source = {name: node for node in wrong.graph.node for name in node.output}
+    node = source[product.input[0]]
+    while node.op_type != "Mul":
+        node = source[node.input[0]]
+    scale = next(t for t in wrong.graph.initializer if t.name in node.input)
+    scale.CopyFrom(numpy_helper.from_array(1.3 * numpy_helper.to_array(scale), scale.name))
+    (tmp_path / "model.onnx.json").unlink()
+    onnx.save(wrong, str(done.path))
+    checks = checks_of(done.path)
+    assert checks["emulation"].verdict == "failed" and checks["error"].verdict == "passed"
+
+
 @pytest.mark.parametrize("bits", [7, 8])
 def test_saturated_products_are_detected(tmp_path: Path, bits: Any) -> None:
     """Products of 8 bits saturate without VNNI; all others are the same to the bit. test_avx2.py runs both kernels."""
@@ -350,6 +389,18 @@ def test_other_methods_cut_off_at_most_the_largest_values(tmp_path: Path, method
     assert all(0 < ranges[layer] <= largest[layer] * (1 + 1e-6) for layer in LAYERS) and ranges != largest
     if method == "percentile":  # hardly any value is beyond; also where they are negative
         assert all(ranges[layer] > 0.8 * largest[layer] for layer in LAYERS)
+
+
+@pytest.mark.parametrize("method", ["percentile", "entropy", "mse"])
+def test_inputs_of_nearly_equal_values_have_ranges(tmp_path: Path, method: Any) -> None:
+    """Their histogram would have bins without a width."""
+    exact = model()
+    with torch.no_grad():
+        norm = exact.get_submodule("blocks.1.norm2")
+        norm.weight.fill_(1e-6)
+        norm.bias.fill_(2.0)
+    plain = export(exact, tmp_path / "plain.onnx", input=input_config(exact)).path
+    assert calibrate(plain, X, "int8", method)["blocks.1.mlp.fc1"] == pytest.approx(2.0, rel=0.02)
 
 
 def test_percentile_leaves_out_one_value_of_ten_thousand_and_mse_has_the_least_error(tmp_path: Path) -> None:

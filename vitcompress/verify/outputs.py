@@ -24,9 +24,9 @@ one and 0.9 %): d is 24 %. The error is also limited by what the file's steps ex
 
 saturation: an ONNX file in int8 is also computed with exact integer products. Processors without VNNI may add them in
 16 bits; served and exact logits must not differ by more than half of what int8 itself changes. emulation: nor may exact
-logits (of OpenVINO, which has none, the served ones) and those of the model in torch with the same roundings, in the
-root mean square. Sums in torch are rounded differently, so that some values round to the next step, and in a deep model
-many: a difference of twice what a change of the images by some roundings of fp32 makes in torch is allowed, too.
+logits (without them, in OpenVINO and in fp8, the served ones) and those of the model in torch with the same roundings,
+in the root mean square. Sums in torch are rounded differently, so that some values round to the next step, and in a
+deep model many: a difference of twice what a change of the images by some roundings of fp32 makes in torch is allowed.
 
 unrounded: files in half precision are also computed in fp32, and compared with the model with their stored tensors and
 the limits of fp32: a wrong operation that changes the logits by less than d does not hide behind roundings.
@@ -324,10 +324,13 @@ def _runner_checks(path: Path, original: Original, runner: Runner) -> list[Check
 def _arithmetic_checks(
     path: Path, original: Original, images: Tensor, calls: Calls, settings: Quantization
 ) -> Iterator[Check]:
-    """Compare the outputs of `calls` with those of exact integer products: in an ONNX file with the same kernels."""
+    """Compare the outputs of `calls` with those of exact integer products: in an ONNX file with the same kernels.
+
+    In fp8, and of other formats, `calls` are exact themselves.
+    """
     rows, served = (torch.cat(parts) for parts in zip(*calls, strict=True))
     exact, name = served.double(), "served"
-    if path.suffix == ".onnx":
+    if on_integers := path.suffix == ".onnx" and settings.precision == "int8":
         content, name = unsigned_integers(file.read_onnx(path)).SerializeToString(), "exact"
         call = open_changed(path, content, optimize=True)
         exact = torch.cat([call(images[part])[0].flatten(1).double() for part, _ in calls])
@@ -341,7 +344,7 @@ def _arithmetic_checks(
         detail = f"{what} / |{name} - model| of the logits{remedy}"
         return limit_check(f"{AGREEMENT}{path.name}.{kind}", value, limit, detail)
 
-    if path.suffix == ".onnx":
+    if on_integers:
         yield check("saturation", ratio(served.double() - exact, math.inf), MOST_SATURATION, "largest |served - exact|")
     model = rescale(original.model, settings.factors)
     stored = stored_tensors(model, settings)
@@ -438,7 +441,10 @@ def rounded_checks(path: Path, original: Original, *, rounded: bool = True) -> l
         return [Check(f"{AGREEMENT}{name}", "failed", detail=error.message)]
     how = "every result rounded to {}, a proxy for the GPU" if rounded else "only tensors rounded to {}"
     source = f"{how.format(precision)}, in onnxruntime on cpu"
-    return _call_checks(name, original, images, calls, _limits(original, images, [kind], evaluations), source)
+    checks = _call_checks(name, original, images, calls, _limits(original, images, [kind], evaluations), source)
+    if isinstance(kind, Quantization):
+        checks += _arithmetic_checks(path, original, images, calls, kind)
+    return checks
 
 
 class _Scalars(TorchFunctionMode):
