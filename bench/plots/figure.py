@@ -8,9 +8,9 @@ from vitcompress.errors import InputError, MissingExtraError
 from vitcompress.io.files import write_file
 
 FORMATS = (".png", ".svg", ".pdf")
-# Distinguishable for color-blind readers (Okabe & Ito 2008, "Color Universal Design", without black and pale yellow);
-# curves also differ in their markers, for prints without color.
-COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
+# Distinguishable for color-blind readers (Okabe & Ito 2008, "Color Universal Design", without black and pale yellow;
+# then four of Paul Tol's "muted"); curves also differ in their markers, for prints without color.
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#882255", "#999933", "#332288", "#AA4499")
 MARKS = "osD^vPX<>hp"
 
 

@@ -147,7 +147,7 @@ def _limit_to_majority(axes: Any, study: Row, key: str, seeds: Mapping[str, Sequ
     margin = 0.08 * (max(shown) - min(shown)) or 1.0
     axes.set_ylim(min(shown) - margin, max(shown) + margin)
     for row in study["rows"]:
-        if min(seeds[row["row"]]) < limit:
+        if min(seeds[row["row"]]) < min(shown) - margin:
             tops = ", ".join(f"{value:.0f}" for value in sorted(seeds[row["row"]]))
             text = f"{wrap(row['curve'], LEGEND)}:\n{tops} %"
             place = {"xytext": (-4, 3), "textcoords": "offset points", "ha": "right", "fontsize": 8}

@@ -25,7 +25,7 @@ from vitcompress.bench import machine
 from vitcompress.bench.plots.study import accuracy_figure
 from vitcompress.bench.report import run as reports
 from vitcompress.bench.report.measurements import pairs
-from vitcompress.errors import ArtifactError, CheckFailedError, OutputError, VitcompressError
+from vitcompress.errors import ArtifactError, CheckFailedError, InputError, OutputError, VitcompressError
 from vitcompress.exporters.base import Exported
 from vitcompress.exporters.runtimes import open_runner
 from vitcompress.exporters.sidecar import read_sidecar
@@ -38,6 +38,7 @@ from vitcompress.models.create import input_config
 from vitcompress.pipeline.export_folder import ExportOutcome
 from vitcompress.pipeline.folder import claim_folder
 from vitcompress.pipeline.study import results
+from vitcompress.pipeline.study import run as study_run
 from vitcompress.pipeline.study.run import StudyOptions, run_study
 from vitcompress.pipeline.study.spec import load_study
 from vitcompress.training.data import open_test
@@ -264,6 +265,29 @@ def test_a_failed_run_does_not_stop_the_others(tiny: Path, tmp_path: Path) -> No
     with pytest.raises(VitcompressError, match=r"1 of 2 runs failed\n  .*control-seed0: .*(nan|inf)"):
         run_study(loaded, StudyOptions(tmp_path / "s", seeds=1, speed="later"))
     assert (tmp_path / "s" / "random_2-seed0" / "report.json").is_file()
+
+
+def test_a_failed_run_names_its_next_step(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise InputError("this cannot work", hint="do something else")
+
+    monkeypatch.setattr(study_run, "run_recipe", fail)
+    with pytest.raises(VitcompressError, match="random_2-seed0: this cannot work; do something else"):
+        run_study(load_study(str(tiny)), StudyOptions(tmp_path / "s", seeds=1, speed="later"))
+
+
+def test_a_missing_dense_model_is_trained_again_with_its_run(
+    tiny: Path, whole: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(whole[0], tmp_path / "s")
+    for dense in folder.glob("dense-*"):
+        shutil.rmtree(dense)
+    options = StudyOptions(folder, seeds=1, speed="later")
+    with pytest.raises(ArtifactError, match="the dense model of all rows is missing") as caught:
+        run_study(load_study(str(tiny)), options)
+    assert f"remove {folder / 'control-seed0'}" in (caught.value.hint or "")
+    shutil.rmtree(folder / "control-seed0")
+    assert len(run_study(load_study(str(tiny)), options)["rows"]) == 2
 
 
 class FullMemory(RecordedProgress):

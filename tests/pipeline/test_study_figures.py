@@ -90,6 +90,26 @@ def test_rows_that_are_compared_with_nothing_have_marks_of_their_own_and_a_short
         assert len(axes.get_xticks()) > 2
 
 
+def test_only_rows_below_the_plot_are_named_at_its_edge() -> None:
+    """The accuracy of the dense model may extend the axis to rows that are far below the others."""
+    for dense, named in ((0.9, ["low"]), (0.55, [])):
+        rows = [
+            {**dict.fromkeys(("row", "title", "curve"), name), "against": [], "macs_ratio": 0.9, "macs": 1}
+            for name in ("low", "a", "b", "c")
+        ]
+        runs = [{"row": row["row"], "correct": 6 if row["row"] == "low" else 9, "total": 10} for row in rows]
+        figure = study.accuracy_figure({"rows": rows, "runs": runs, "speed": None, "dense": {"top1_mean": dense}})
+        assert [text.get_text().partition(":")[0] for text in figure.axes[0].texts] == named
+
+
+def test_methods_have_colors_of_their_own() -> None:
+    names = [f"method {number}" for number in range(10)]
+    rows = [{"row": "c", "curve": "c", "against": []}]
+    rows += [{"row": name, "curve": name, "against": ["c"], "macs": 1} for name in names]
+    colors = [style["color"] for style, _ in study._curves([{**row, "macs": 1, "title": "t"} for row in rows])]
+    assert len(set(colors)) == len(names) + 1
+
+
 def test_seeds_of_equal_accuracy_have_a_bar_without_a_length() -> None:
     """The mean of three times 529 of 540 images is rounded: it is larger than each of them."""
     row = {**dict.fromkeys(("row", "title", "curve"), "own"), "against": [], "macs_ratio": 0.9, "macs": 1}

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -194,6 +195,18 @@ def test_a_dry_run_counts_the_cost_of_rows_and_writes_nothing(tiny: Path, tmp_pa
     assert result.runs == 4 and [row["row"] for row in result.rows] == ["control", "random_2"]
     assert result.rows[0]["macs_ratio"] == 1 > result.rows[1]["macs_ratio"] and result.missing == []
     assert not list(tmp_path.iterdir())
+
+
+def test_problems_of_some_rows_name_them(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = run.dry_run_recipe
+
+    def dry_run(recipe: Any, options: Any) -> Any:
+        own = ["random has a problem"] if recipe.steps[0].method == "random" else []
+        return replace(real(recipe, options), missing=["all have one", *own])
+
+    monkeypatch.setattr(run, "dry_run_recipe", dry_run)
+    result = run.dry_run_study(load_study(str(tiny)), run.StudyOptions(tmp_path / "s", seeds=1))
+    assert result.missing == ["all have one", "row random_2: random has a problem"]
 
 
 def test_progress_of_a_dry_run_is_not_on_standard_output(tiny: Path, tmp_path: Path) -> None:

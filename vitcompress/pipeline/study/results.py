@@ -58,6 +58,9 @@ def measure_speed(
     for file, run in zip(files.values(), (runs[0], *runs), strict=True):
         if file.is_file() and sidecar_path(file).is_file():
             check_unchanged(file.parent, file, sidecar_path(file))
+        elif not RunFolder(file.parent).plan.is_file():  # the other folders have been checked
+            hint = f"remove {runs[0].folder}: the same command trains it again"
+            raise ArtifactError(f"the dense model of all rows is missing: {file.parent}", hint=hint)
         else:
             progress.stage(f"Export {file.parent.name}")
             export = run.recipe.export.only({"opset", "uint8"})  # in fp32: runs export files in other precisions

@@ -94,8 +94,7 @@ def run_study(study: Study, options: StudyOptions, progress: Progress = SILENT) 
     with claim_folder(folder):
         write_json(folder / MARK, {"study": study.name})
         execute_runs(runs, options.jobs, progress)
-        speed = measure_speed(folder, study, runs, options.speed, progress)
-        result = write_results(folder, study, runs, speed)
+        result = write_results(folder, study, runs, measure_speed(folder, study, runs, options.speed, progress))
     try:
         draw(result, folder / "pictures")
     except MissingExtraError as error:
@@ -111,7 +110,7 @@ def dry_run_study(
     Raises InputError for a row that cannot work.
     """
     runs = options.runs(study) if runs is None else runs
-    rows, missing, notes = list[dict[str, str | float]](), dict[str, None](), dict[str, None]()
+    rows, missing, notes = list[dict[str, str | float]](), dict[str, list[str]](), dict[str, None]()
     first_seeds = [next(of_row) for _, of_row in groupby(runs, lambda run: run.row.name)]
     for number, run in enumerate(first_seeds):
         name = run.row.name
@@ -121,7 +120,7 @@ def dry_run_study(
             plan = dry_run_recipe(run.recipe, RunOptions(out=run.folder))
         except InputError as error:
             raise InputError(f"row {name}: {error.message}", hint=error.hint) from None
-        missing |= dict.fromkeys(plan.missing)
+        missing |= {problem: [*missing.get(problem, ()), name] for problem in plan.missing}
         notes |= dict.fromkeys(plan.notes)
         if not plan.cost:  # the data is missing
             continue
@@ -130,7 +129,9 @@ def dry_run_study(
         sizes = {"params": cost.params, "macs": cost.macs, "macs_ratio": cost.macs / dense.macs}
         rows.append({"row": name, "title": run.row.title, **epochs, **sizes})
     progress.update("rows checked", len(first_seeds), len(first_seeds))
-    return StudyDryRun(study.name, str(options.folder(study)), len(runs), rows, list(missing), list(notes))
+    # A problem of all rows, such as missing data, needs no names.
+    problems = [t if len(own) == len(first_seeds) else f"row {', '.join(own)}: {t}" for t, own in missing.items()]
+    return StudyDryRun(study.name, str(options.folder(study)), len(runs), rows, problems, list(notes))
 
 
 Outcome = tuple[Run, float, str | None, str]  # a run, its seconds, and the error message and traceback of a failure
@@ -187,7 +188,8 @@ def _execute(run: Run, progress: Progress = SILENT) -> Outcome:
         if not run.is_done:
             problem = "; ".join(rejected_exports(run.folder).values()) or f"{run.evaluated} is missing: restore it"
     except Exception as error:  # noqa: BLE001 - such as too little memory for this run
-        problem = getattr(error, "message", f"{type(error).__name__}: {first_line(error)}")
+        problem = f"{type(error).__name__}: {first_line(error)}"
+        problem = error.sentence() if isinstance(error, VitcompressError) else problem
         trace = traceback.format_exc()
     return run, time.monotonic() - start, problem, trace
 
