@@ -53,10 +53,6 @@ class Provider:
         return not libraries.unavailable() and self.name in libraries.load_onnxruntime().get_available_providers()
 
 
-def _cuda_options(options: RunnerOptions, profile: Sequence[str]) -> dict[str, str]:
-    return {"use_tf32": str(int(options.precision == "tf32")), "enable_cuda_graph": str(int(options.cuda_graph))}
-
-
 def _tensorrt_options(options: RunnerOptions, profile: Sequence[str]) -> dict[str, str]:
     """Without precision flags the network is strongly typed: the file determines the precision."""
     flags = dict.fromkeys(("trt_fp16_enable", "trt_bf16_enable", "trt_int8_enable"), "0")
@@ -77,7 +73,7 @@ _ALL = (
         tf32="request",
         graphs=True,
         load=libraries.load_cuda,
-        options=_cuda_options,
+        options=lambda own, _: {"use_tf32": f"{own.precision == 'tf32':d}", "enable_cuda_graph": f"{own.cuda_graph:d}"},
     ),
     Provider(
         TENSORRT,

@@ -25,8 +25,7 @@ def te_static(model: nn.Module, context: Context, options: StaticOptions) -> dep
     measured = replace(options, attention_bypass=options.te_bypass or options.attention_bypass)
     gated = partial(depth.gate_layers, model, context, sites, measured)
     table = context.memo("transfer_entropy", lambda: transfer_entropy.measure(gated(), sites, context, options.te))
-    ranked = sorted(table["rows"], key=lambda row: row["score"])
-    lowest = {row["site"] for row in ranked[: options.pruned_layers]}
+    lowest = {row["site"] for row in sorted(table["rows"], key=lambda row: row["score"])[: options.pruned_layers]}
     return depth.blocks_of(site for site in sites if site.name in lowest)
 
 

@@ -5,8 +5,7 @@ and the channels within heads, which all heads of an attention and its q, k and 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -17,7 +16,7 @@ from vitcompress.families import Space
 from vitcompress.methods.budget import Counts, Group, Kind, normalize
 from vitcompress.methods.options import Scope
 from vitcompress.methods.scores import Scores, check_scores
-from vitcompress.models.cost import Cost, copy_to_meta, count_cost, planned_cost
+from vitcompress.models.cost import Cost, copy_to_meta, count_cost
 from vitcompress.models.create import input_config
 from vitcompress.plan import Plan
 
@@ -88,13 +87,7 @@ class Candidates:
     def cost(self) -> Callable[[Counts], Cost]:
         """The cost of the deployed model with `counts`, counted on shapes alone."""
         shapes, size = copy_to_meta(self.model), input_config(self.model).size
-        folded = deepcopy(shapes)
-        _, records = surgery.fold_linears(folded, replace(self.base, standard={}))
-        # Otherwise it depends on the widths which FFNs are folded.
-        scales = all(record.reason == surgery.INTO_THE_LINEAR for record in records)
-        planned = planned_cost(folded, size) if scales else None
-        cost_of = planned or (lambda delta: count_cost(deploy(shapes, self.base, delta), size))
-        return lambda counts: cost_of(self.delta(counts))
+        return lambda counts: count_cost(deploy(shapes, self.base, self.delta(counts)), size)
 
 
 def deploy(model: nn.Module, base: Plan, delta: Plan) -> nn.Module:

@@ -1,9 +1,8 @@
 """Parameters and multiply-accumulates of a model, counted by torch on the meta device."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from threading import Lock
 from typing import Any
 
@@ -12,11 +11,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
-from vitcompress.families import copy_model, family_of, unwrap
-from vitcompress.models.arguments import shapes_of
+from vitcompress.families import copy_model, unwrap
 from vitcompress.models.create import Side, SkipOnMeta, check_images, image_size, input_config
-from vitcompress.plan import Plan
-from vitcompress.surgery.shapes import sliced_shapes
 
 TRACING = Lock()  # torch traces models, and computes on the meta device under a counter, in one thread at a time
 FREE = {"layer_norm", "gelu", "softmax", "dropout"}  # without products, and their output has the shape of the input
@@ -101,33 +97,3 @@ def _cost(module: nn.Module, flops: Mapping[Any, int]) -> Cost:
     macs = {str(operator).split(".")[-1]: count // 2 for operator, count in flops.items()}
     linear = sum(macs.get(name, 0) for name in ("convolution", "addmm", "mm"))
     return Cost(sum(p.numel() for p in module.parameters()), sum(macs.values()), linear)
-
-
-def planned_cost(model: nn.Module, input_size: tuple[int, int, int]) -> Callable[[Plan], Cost] | None:
-    """A fast `count_cost` of `model` after a plan that only slices: a function from the plan to the cost.
-
-    None if slicing does not scale all work in proportion: products outside of layers and attentions, or padded heads.
-    """
-    family = family_of(model)
-    spaces = [space for space in family.spaces(model) if space.attention]
-    before = shapes_of(model.state_dict())
-    parameters = [name for name, _ in model.named_parameters()]
-    parts = count_by_module(model, input_size)
-    whole = parts[""]
-    layers = {f"{path}.weight": part.macs_linear for path, part in parts.items() if f"{path}.weight" in before}
-    products = {name: parts[name].macs - parts[name].macs_linear for name in {s.attention for s in spaces}}
-    complete = (sum(layers.values()), sum(products.values())) == (whole.macs_linear, whole.macs - whole.macs_linear)
-    if not complete or any(getattr(module, "padded", False) for module in model.modules()):
-        return None
-    widths = {name: sum(space.size for space in spaces if space.attention == name) for name in products}
-
-    def cost_of(plan: Plan) -> Cost:
-        after = sliced_shapes(before, model, family, plan)
-        linear = sum(macs * prod(after[name]) // prod(before[name]) for name, macs in layers.items())
-        kept = dict.fromkeys(products, 0)
-        for space in spaces:
-            kept[space.attention] += len(plan.kept.get(space.name, range(space.size)))
-        inside = sum(macs * kept[name] // widths[name] for name, macs in products.items())
-        return Cost(sum(prod(after[name]) for name in parameters), linear + inside, linear)
-
-    return cost_of

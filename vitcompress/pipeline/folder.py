@@ -102,8 +102,7 @@ def difference(there: str, here: str) -> list[str]:
     except tomllib.TOMLDecodeError:
         return ["its recipe.toml is not readable"]
     kinds = ["structure only" if STRUCTURE_ONLY in text else "a whole run" for text in (there, here)]
-    other = "written by another version" if kinds[0] == kinds[1] else f"{kinds[0]} there, {kinds[1]} here"
-    return changed or [other]
+    return changed or ["written by another version" if kinds[0] == kinds[1] else f"{kinds[0]} there, {kinds[1]} here"]
 
 
 def check_writable(folder: Path) -> None:

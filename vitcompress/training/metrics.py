@@ -118,8 +118,7 @@ def mcnemar(a_correct: np.ndarray, b_correct: np.ndarray) -> McNemarRecord:
     """
     a, b = np.asarray(a_correct, bool), np.asarray(b_correct, bool)
     only_a, only_b = int((a & ~b).sum()), int((b & ~a).sum())
-    coins = only_a + only_b
-    steps = range(min(only_a, only_b))  # each binomial coefficient from the one before
+    coins, steps = only_a + only_b, range(min(only_a, only_b))  # each binomial coefficient from the one before
     tail = sum(accumulate(steps, lambda ways, k: ways * (coins - k) // (k + 1), initial=1))
     difference = (only_b - only_a) / len(a)
     counts: McNemarRecord = {"only_a": only_a, "only_b": only_b, "p_value": min(1.0, 2 * tail / 2**coins)}

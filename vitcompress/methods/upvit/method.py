@@ -41,8 +41,7 @@ def plan(model: nn.Module, context: Context, options: Options) -> Plan:
         for remark in too_few_images(context.memo("proxy", lambda: {"images": ranker.loader.total})["images"]):
             context.progress.note(remark)
     removed = ranker.rank_blocks()
-    orders = ranker.rank_channels(_cut(model, context.family, target, removed))
-    delta = _delta(context.plan, target, removed, orders)
+    delta = _delta(context.plan, target, removed, ranker.rank_channels(_cut(model, context.family, target, removed)))
     counts = sorted({f"{len(channels)} channels" for channels in delta.kept.values()})
     parts = f"{len(delta.removed)} parts removed, spaces left with {', '.join(counts)}"
     context.progress.note(f"cut to {target.arch}: {parts}")
