@@ -24,6 +24,7 @@ from vitcompress.methods.scores import channel_scores, gradients, random_scores
 from vitcompress.methods.table import METHODS
 from vitcompress.methods.width import groups_of
 from vitcompress.models.cost import count_cost
+from vitcompress.models.create import create_on_meta, input_config
 from vitcompress.plan import Plan
 from vitcompress.training.data import subset
 from vitcompress.training.loaders import EvalLoader
@@ -296,3 +297,23 @@ def test_the_sliced_model_is_the_deployed_one(tmp_path: Path) -> None:
     pixels = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0)).double()
     again = Plan.from_json(plan.to_json())
     assert_same(surgery.apply_to_copy(dense, plan)(pixels), surgery.apply_to_copy(dense, again)(pixels))
+
+
+@every_variant
+@pytest.mark.parametrize("folds", [False, True], ids=["whole", "folded"])
+def test_a_structure_has_the_cost_of_the_target_after_folding(variant: str, folds: bool) -> None:
+    """Which FFNs are folded may depend on the widths."""
+    base = contract(variant).plan
+    dense = create_on_meta(base.arch, base.arch_args)
+    if folds:
+        acts = [] if family_of(dense).not_foldable(dense) else [1]
+        delta = depth_plan(dense, base, [0], acts)
+        dense, base = surgery.apply_to_copy(dense, delta), base.then(delta)
+    size, whole = input_config(dense).size, surgery.apply_to_copy(dense, base.delta())
+    surgery.fold_linears(whole, base)
+    aim = 0.7 * count_cost(whole, size).params / 1e6
+    options = METHODS["isomorphic"].options(target="params", amount=aim, align=FINE)
+    plan = METHODS["isomorphic"].structure(dense, family_of(dense), base, options)
+    pruned = surgery.apply_to_copy(dense, plan)
+    surgery.fold_linears(pruned, base.then(plan))
+    assert abs(count_cost(pruned, size).params / 1e6 / aim - 1) < 0.05

@@ -22,7 +22,7 @@ from vitcompress.methods.upvit import method as upvit
 from vitcompress.models.checkpoint import load_model, save_model
 from vitcompress.models.create import class_names_of, create_model, input_config, plan_of
 from vitcompress.models.preprocessing import Preprocessing
-from vitcompress.models.source import create_named, load_class_names, resolve_model
+from vitcompress.models.source import create_blank, create_named, load_class_names, resolve_model
 from vitcompress.pipeline.api import prune
 
 TRANSFORMERS = Path(__file__).parent / "transformers"
@@ -711,3 +711,7 @@ def test_tensors_of_other_shapes_are_of_another_model(name: str, shape: tuple[in
     torch.save(tensors if name != "register_tokens" else {name: tensors[name]}, tmp_path / "a.pth")
     with pytest.raises((InputError, WeightsError), match=r"cannot build|of another model|have 1 classes"):
         create_named(VIT + "?num_heads=4", tmp_path / "a.pth", classes=3)
+
+
+def test_an_architecture_is_built_once_for_all_recipes_of_it() -> None:
+    assert create_blank("deit_tiny_patch16_224", {"depth": 1}) is create_blank("deit_tiny_patch16_224", {"depth": 1})
