@@ -16,7 +16,6 @@ from torch.overrides import TorchFunctionMode
 from vitcompress.exporters.quantize.graph import CORE, HALF_RANGE, INT32_STEP, LARGEST, WEIGHT, Quantization, step_size
 
 PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
-TINY = torch.finfo(torch.float32).tiny
 FP8_BITS, FP8_EXPONENT = 4, -6  # significant bits, and exponent of the smallest normal number of E4M3
 
 
@@ -41,7 +40,8 @@ def weight_scale(weight: Tensor, settings: Quantization) -> Tensor:
     """The scale of a weight, (outputs, inputs): (outputs, 1) in int8, () in fp8."""
     if settings.precision == "fp8":
         return torch.as_tensor(step_size(weight.abs().max(), "fp8"))
-    return (weight.abs().amax(1, keepdim=True) / (LARGEST["int8"] if settings.weight_bits == 8 else 64)).clamp(TINY)
+    largest = LARGEST["int8"] if settings.weight_bits == 8 else 64.0
+    return (weight.abs().amax(1, keepdim=True) / largest).clamp(torch.finfo(weight.dtype).tiny)
 
 
 def stored_tensors(model: nn.Module, settings: Quantization) -> dict[str, Tensor]:
@@ -99,7 +99,7 @@ class EightBitProducts(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _multiply(self, *operands: Tensor) -> Tensor:
-        """The next product of the attention, in eight bits if it has ranges. Other products have a weight."""
+        """The next product of the attention without a weight, in eight bits if it has ranges."""
         key, ranges, precision = next(self.products), self.settings.ranges, self.settings.precision
         if f"{key}.0" in ranges:
             steps = [step_size(ranges[f"{key}.{side}"], precision) for side in (0, 1)]
@@ -126,7 +126,7 @@ class QuantizedTraining(nn.Module):
         self.model, self.settings = model, settings
         sizes = list(dict.fromkeys(settings.ranges.values()))
         self.places = [sizes.index(size) for size in settings.ranges.values()]  # of the range of each layer
-        self.log_ranges = nn.Parameter(torch.tensor(sizes).clamp(TINY).log(), requires_grad=learned)
+        self.log_ranges = nn.Parameter(torch.tensor(sizes).clamp(torch.finfo().tiny).log(), requires_grad=learned)
 
     def ranges(self) -> dict[str, Tensor]:
         """Layer -> largest magnitude of its input."""

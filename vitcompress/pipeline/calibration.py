@@ -96,8 +96,7 @@ class Calibration:
         path = self.files.trained_ranges
         check_unchanged(self.files.path, path)
         record = read_record(path, dict[str, Any]) or {}
-        own = record.get("model") == model_digest(self.model, self.options.eight_bits or "int8")
-        return record if own else {}
+        return record if record.get("model") == model_digest(self.model, self.options.eight_bits or "int8") else {}
 
     @cached_property
     def _images(self) -> Tensor:

@@ -189,7 +189,8 @@ def _execute(run: Run, progress: Progress = SILENT) -> Outcome:
             problem = "; ".join(rejected_exports(run.folder).values()) or f"{run.evaluated} is missing: restore it"
     except Exception as error:  # noqa: BLE001 - such as too little memory for this run
         problem = f"{type(error).__name__}: {first_line(error)}"
-        problem = error.sentence() if isinstance(error, VitcompressError) else problem
+        if isinstance(error, VitcompressError):
+            problem = error.sentence()
         trace = traceback.format_exc()
     return run, time.monotonic() - start, problem, trace
 
