@@ -22,10 +22,7 @@ from vitcompress.io.text import format_shape
 IDLE = ("Identity", "Dropout")
 PRODUCTS = ("MatMul", "Gemm", "Conv")
 # Operator -> the attribute that changes outputs less than low precisions do, and its default.
-SETTINGS: dict[str, tuple[str, float | str]] = {
-    "LayerNormalization": ("epsilon", 1e-5),
-    "Gelu": ("approximate", "none"),
-}
+SETTINGS: dict[str, tuple[str, object]] = {"LayerNormalization": ("epsilon", 1e-5), "Gelu": ("approximate", "none")}
 INDEX = (onnx.TensorProto.INT64, onnx.TensorProto.INT32, onnx.TensorProto.BOOL)
 LARGEST_SIZE = 2**14  # of an input
 LONGEST_LIST = 64  # numbers or characters in an attribute of a node

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from torch import nn
 
 from vitcompress import surgery
-from vitcompress.errors import InputError, VitcompressError
+from vitcompress.errors import InputError, PlanError, VitcompressError
 from vitcompress.families import family_of
 from vitcompress.io.files import read_json
 from vitcompress.io.progress import Progress
@@ -185,6 +185,26 @@ def test_a_method_that_returns_no_plan_is_named(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=f"the method own returned {what}, not a plan") as caught:
             plan_step(own, vit, context(tmp_path, vit), ablations.FixedOptions(), scored=scored)
         assert "help(vitcompress.Method)" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("change", ["weights", "parameter", "layer"])
+def test_a_method_that_changes_the_model_is_named(change: str, tmp_path: Path) -> None:
+    def plan(model: Any, around: Context, options: Any) -> Plan:
+        with torch.no_grad():
+            if change == "weights":
+                model.head.weight.mul_(1.5)
+            elif change == "parameter":
+                model.head.weight = nn.Parameter(1.5 * model.head.weight)
+            else:
+                model.blocks[0].mlp.fc1 = nn.Linear(16, 8)
+        return ablations.FIXED.plan(model, around, options)
+
+    own = Method("own", "of a user", ablations.FixedOptions, plan, ablations.FIXED.structure)
+    vit, options = model(), ablations.FixedOptions(activation=(0,))
+    assert plan_step(own, vit, context(tmp_path, vit), options, scored=False).removed
+    with pytest.raises(PlanError, match="the method own changed the model that it plans for") as caught:
+        plan_step(own, vit, context(tmp_path, vit), options)
+    assert "context.hand_over(copy)" in str(caught.value.hint)
 
 
 PRUNER = "from vitcompress.methods.ablations import FIXED as METHOD\nOTHER = 1\n"

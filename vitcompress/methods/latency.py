@@ -61,15 +61,31 @@ def most_candidates(method: Method, options: Any) -> int:
 def plan_step(method: Method, model: nn.Module, context: Context, options: Any, *, scored: bool = True) -> Plan:
     """The plan of a step. With a latency, of the sizes that take it.
 
-    A method that trains cannot be repeated for every size: the search measures its structures, and at the end its plan.
-    scored: False needs no data. Raises PlanError if no sizes take the latency, and as `check_target`.
+    scored: False needs no data. Raises PlanError if no sizes take the latency, as `check_target`, and if the method
+    changed `model`, whose weights the next step would start from.
     """
+
+    def weights() -> list[tuple[int, int]]:
+        return [(tensor.data_ptr(), tensor.is_inference() or tensor._version) for tensor in model.state_dict().values()]
+
     check_target(options)
+    before, delta = weights(), check_result(method, _plan(method, model, context, options, scored=scored))
+    if weights() != before:
+        hint = "change a copy of it; `context.hand_over(copy)` starts the next step from its weights"
+        raise PlanError(f"the method {method.name} changed the model that it plans for", hint=hint)
+    return delta
+
+
+def _plan(method: Method, model: nn.Module, context: Context, options: Any, *, scored: bool) -> Plan:
+    """What the method returns, with a latency after a search of the sizes.
+
+    A method that trains cannot be repeated for every size: the search measures its structures, and at the end its plan.
+    """
     about = (model, context) if scored else (model, context.family, context.plan)
     plan: Callable[..., Plan] = partial(method.plan if scored else method.structure, *about)
     goal, unscored = goal_of(options), method.describe(options).unscored
     if goal is None:
-        return check_result(method, plan(options))
+        return plan(options)
     try:
         if unscored is not None:
             return method.plan(model, context, options if scored else unscored)
@@ -95,9 +111,7 @@ def list_sizes(method: Method, model: nn.Module, family: Family, base: Plan, opt
     """
     sizes = {base.delta().digest: (options, base.delta())}
     resized = (method.resize(options, model, family, step / STEPS) for step in range(1, STEPS + 1))
-    reason: InputError = PlanError(
-        f"{method.name} has no sizes to choose by a latency", hint="remove target = 'latency'"
-    )
+    reason: InputError = PlanError(f"{method.name} has no sizes for a latency", hint="remove target = 'latency'")
     for different in {repr(one): one for one in resized}.values():
         try:
             delta = method.structure(model, family, base, different)
@@ -163,9 +177,7 @@ class LatencySearch:
             else:
                 sides = [ms for ms in times if ms <= goal.ms][-1:] + [ms for ms in times if ms > goal.ms][:1]
                 steps = " and ".join(f"{ms:.4g} ms" for ms in sides)
-                reason = (
-                    f"the nearest sizes take {steps}; smaller multiples (align, round_to), if any, give finer steps"
-                )
+                reason = f"the nearest sizes take {steps}; smaller multiples (align, round_to) may give finer steps"
             remarks.append(f"The latency target was missed by {100 * off:+.1f} %: {reason}.")
         if causes := [measured.disturbed for measured in self.known.values() if measured.disturbed]:
             remarks.append(

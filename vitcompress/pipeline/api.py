@@ -216,8 +216,7 @@ def finetune(  # noqa: PLR0913 (each argument is public and has a default)
     reject_wrapper(model)
     for one in (model,) if teacher is None else (model, teacher):  # a compiled one has no truth value
         create.check_weights(one, one_type=True)
-    default = {} if teacher is None else {"distillation": "soft"}
-    settings = options_of(TrainOptions, {**default, **options}, "training")
+    settings = options_of(TrainOptions, options if teacher is None else {"distillation": "soft"} | options, "training")
     reject_unused(settings, settings.unused, InputError)
     with TemporaryDirectory(prefix="vitcompress-") as scratch, ExitStack() as stack:
         runtime = replace(distributed.start(device, amp, workers), dtype=next(model.parameters()).dtype)

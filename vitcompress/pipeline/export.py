@@ -153,8 +153,7 @@ def _search_layers(
 ) -> tuple[LayerSearch, Mapping[str, float]]:
     """Search the fp32 layers of the file `path`; also returns `rank_layers`.
 
-    Raises PrecisionError if fp16 overflows in any case, and CheckFailedError after writing all trials to a file if no
-    set passed.
+    Raises PrecisionError if fp16 always overflows, and CheckFailedError, with all trials in a file, if no set passed.
     """
     fixed = tuple(name for name in options.islands if name != AUTO)
     evaluator = best_evaluator(exporter, original, options, about)

@@ -158,8 +158,7 @@ def claim_run(folder: Path, progress: Progress = SILENT) -> Iterator[None]:
 def open_folder(folder: Path, recipe: Recipe, *, structure_only: bool, fresh: bool) -> Iterator[None]:
     """Lock `folder` and write recipe.toml; with `fresh`, first remove the files of an earlier run.
 
-    Raises OutputError if another process uses the folder, or has used it since `check_folder`; nothing in it was
-    changed.
+    Raises OutputError, before any change, if another process uses the folder or has used it since `check_folder`.
     """
     files, text = RunFolder(folder), recipe_text(recipe, structure_only=structure_only)
     with claim_folder(files.state):  # the lock of a run is in its state folder

@@ -31,8 +31,7 @@ class Steps:
     """The result of all steps.
 
     model: the input of the last step, with the weights that this step trained, if it trains. base: the plan that leads
-    from the dense model to it. last: the plan of the last step. plan: of all steps. means: constant gates of layers
-    that fade out.
+    from the dense model to it. last: the plan of the last step. plan: of all steps. means: gates of fading layers.
     """
 
     model: nn.Module

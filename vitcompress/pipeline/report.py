@@ -248,9 +248,7 @@ def record_bench(artifacts: Iterable[str | Path], measured: BenchRecord, progres
     refresh_reports(artifacts, progress, add)
 
 
-def record_accuracy(
-    artifacts: Sequence[str], evaluation: Evaluation, options: EvaluateOptions, progress: Progress
-) -> None:
+def record_accuracy(artifacts: Sequence[str], result: Evaluation, options: EvaluateOptions, progress: Progress) -> None:
     """Add the accuracies of exported files, on the test images of their own run, to its report."""
     data = select_data(artifacts, options)
     used = data.source, data.path and str(user_path(data.path).resolve()), data.test_split
@@ -259,12 +257,12 @@ def record_accuracy(
         names, own = list_names(files.path, reports.read_report(files.path)), load_recipe_of_run(files.recipe).data
         accuracy = read_record(files.accuracy, reports.ACCURACIES) or {}
         known = {entry.get("images_digest") for entry in accuracy.values() if "total" in entry}
-        digest = evaluation["rows"][0]["images_digest"]
+        digest = result["rows"][0]["images_digest"]
         if not (known == {digest} if known else used == (own.source, own.path, own.test_split)):
             progress.note(f"not in the report of {files.path}: other images than those of the run")
             return
         mistakes = read_record(files.mistakes, dict[str, list[int]]) or {}
-        for row in evaluation["rows"]:
+        for row in result["rows"]:
             new, wrong = {k: v for k, v in row.items() if k in FileAccuracy.__annotations__}, row["mistakes"]
             for name in names.get(row["sha256"] or "", ()):
                 if "/" not in name and name != files.weights.name:

@@ -78,8 +78,7 @@ def recipe_schema() -> dict[str, object]:
 def keys_of(source: str, every: bool = True) -> list[Key]:
     """All keys of the recipe `source` (name or file), or of a recipe with one step of the method `source`.
 
-    every: False leaves out the keys that all methods share. Raises InputError, which names the nearest, if it is
-    neither.
+    every: False leaves out the keys that all methods share. Raises InputError with the nearest names for any other.
     """
     tables = {name: table for name, hint in typing.get_type_hints(Recipe).items() if (table := table_in(hint))}
     del tables["published"], tables["steps"]  # quoted figures are no settings; steps have keys of their own

@@ -52,8 +52,7 @@ class FileTensors:
     """The tensors of an exported file.
 
     matches: tensor of the model -> tensor of the file with its values. constants: tensors that only the graph needs.
-    problems: one phrase for each tensor that is missing, or that should not be there. size: bytes of the file and its
-    data files.
+    problems: one phrase for each missing or unexpected tensor. size: bytes of the file and its data files.
     """
 
     matches: Mapping[str, Stored]

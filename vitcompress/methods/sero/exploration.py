@@ -36,8 +36,7 @@ def sparsity_at(options: SeroOptions, epoch: int, step: int, steps: int) -> floa
 class Exploration:
     """The masks of an exploration, as hooks of its training (`StepHooks`).
 
-    live: space -> whether each channel is live, (channels,). scores: those of the last refresh. trace: live units at
-    the end of each epoch.
+    live: space -> whether each channel is live, (channels,). scores: of the last refresh. trace: live units by epoch.
     """
 
     def __init__(self, model: nn.Module, family: Family, options: SeroOptions, seed: int) -> None:
