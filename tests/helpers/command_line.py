@@ -29,6 +29,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 def expect_error(*arguments: str, code: int = 2) -> str:
     """Message and hint of a command that must fail with `code` and write nothing."""
+    assert not Path("pyproject.toml").exists(), "other tests may write in the folder of the code"
     before = tree(Path())
     result = CliRunner().invoke(cli.main, [*arguments, "--json"])
     assert result.exit_code == code, result.output

@@ -220,7 +220,8 @@ def test_the_limit_of_the_loss_applies_to_the_dense_model_and_to_the_control(hom
     assert (f"is {limit} point{'' if limit == '1' else 's'}" in text) == any(too_large)
 
 
-def test_a_limit_without_accuracy_is_rejected(tmp_path: Path) -> None:
+def test_a_limit_without_accuracy_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     recipe = tmp_path / "tiny.toml"
     world.run(tmp_path, *world.BARE, text=world.SMALL, structure_only=True)
     assert "was not measured" in expect_error("report", str(tmp_path / "run"), "--max-drop", "1")

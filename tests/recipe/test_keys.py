@@ -69,7 +69,8 @@ def test_types_limits_defaults_and_values() -> None:
     assert keys["finetune.epochs"].value != keys["finetune.epochs"].default
 
 
-def test_a_misspelled_method_is_corrected() -> None:
+def test_a_misspelled_method_is_corrected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     for name in ("hetdtp", "HetDPT+"):
         assert "did you mean hetdpt" in expect_error("recipes", "keys", name)
     assert "is a study" in expect_error("recipes", "keys", "digits")
@@ -99,7 +100,10 @@ def test_the_command_and_the_hint_at_an_unknown_key(tmp_path: Path, monkeypatch:
     assert "unknown key" in message and "`vitcompress recipes keys random --all`" in message
 
 
-def test_all_mistakes_in_steps_are_listed_with_a_command_that_works() -> None:
+def test_all_mistakes_in_steps_are_listed_with_a_command_that_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(tmp_path / "home", monkeypatch)
     steps = [{"method": "isomorphik"}, 3, {"method": "random", "pruned_layers": 1}, {"method": "nose", "foo": 1}]
     with pytest.raises(RecipeError) as error:
         build_recipe("mine.toml", {"model": {"name": "vit_tiny_patch16_224"}, "step": steps})
