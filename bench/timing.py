@@ -1,8 +1,7 @@
 """Interleaved timing: warm up, time single runs in alternating blocks, and compare two targets. No sample is dropped.
 
 Targets alternate in short blocks (A B A B ...), so a machine that becomes slower slows all of them. Latency is the
-distribution of single runs, throughput is images over the wall-clock time of the blocks; neither is derived from the
-other.
+distribution of single runs, throughput is images over the wall-clock time of the blocks.
 """
 
 import math

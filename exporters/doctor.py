@@ -81,8 +81,7 @@ def _devices() -> dict[str, str | None]:
 def targets() -> Iterator[Record]:
     """What can be exported, run and measured here: one record per format, ONNX Runtime provider and device of torch.
 
-    `export`, `run`, `measure`: None if it works, else `reason; remedy`; `export` is `-` for targets without a
-    format of their own.
+    `export`, `run`, `measure`: None if it works, else `reason; remedy`; `export` is `-` for targets without a format.
     """
     for name in dict.fromkeys((*EXPORTERS, *plugin_names("exporters"))):
         on_gpu = name.startswith("trt")

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Annotated, Any, Literal, cast, get_args
 
 from annotated_types import Ge, Le
@@ -18,9 +19,9 @@ EIGHT_BITS = get_args(EightBits)
 ONLY_EIGHT_BITS = ("weight_bits", "calibration", "calibration_method", "smooth")  # options of these precisions only
 
 
-def _as_tuple(value: Any) -> Any:
-    """A single name is a list of one; in strict mode, pydantic takes tuples only."""
-    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+def _as_tuple(value: Any, length: int = 1) -> Any:
+    """A single name or number is a list of `length` equal ones; in strict mode, pydantic takes tuples only."""
+    return (value,) * length if isinstance(value, str | int) else tuple(value) if isinstance(value, list) else value
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,12 @@ class ExportOptions:
     ] = None
     batch: Annotated[
         tuple[Positive, Positive, Positive],
-        Doc("(minimum, optimal, maximum) number of images; an engine is tuned for the second"),
+        BeforeValidator(partial(_as_tuple, length=3), tuple[Positive, Positive, Positive] | Positive),
+        Doc("(minimum, optimal, maximum) number of images, or one for all; an engine is tuned for the second"),
     ] = (1, 256, 256)
     sm: Annotated[
         tuple[Positive, ...],
+        BeforeValidator(_as_tuple, tuple[Positive, ...] | Positive),
         Doc("GPU compute capabilities (89 is 8.9) of an engine; empty: the exporter chooses and records them"),
     ] = ()
     islands: Annotated[

@@ -28,6 +28,7 @@ from vitcompress.exporters.tensorrt.export import RTX_DEFAULT, layers_path, sour
 from vitcompress.exporters.tensorrt.flavours import RTX, create_log
 from vitcompress.io.files import file_sha256, find_changed_files
 from vitcompress.io.progress import Progress
+from vitcompress.io.validation import options_of
 from vitcompress.models.create import input_config
 from vitcompress.plan import Plan
 
@@ -155,6 +156,15 @@ def test_unsupported_options_are_rejected(options: dict[str, Any], message: str)
         TENSORRT_RTX.check(ExportOptions(**options))
 
 
+def test_one_number_replaces_a_list_of_equal_ones() -> None:
+    options = options_of(ExportOptions, {"batch": 4, "sm": 89}, "an export")
+    assert (options.batch, options.sm) == ((4, 4, 4), (89,))
+    assert options_of(ExportOptions, {"batch": [1, 2, 4], "sm": [80, 89]}, "an export").batch == (1, 2, 4)
+    for wrong in (True, 0, 1.5, "4"):
+        with pytest.raises(InputError, match=r"(?s)batch.*sm"):
+            options_of(ExportOptions, {"batch": wrong, "sm": wrong}, "an export")
+
+
 def test_an_unsupported_target_is_rejected_with_a_remedy(model: nn.Module, tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         built(model, tmp_path / "m.engine", sm=(89, 90))
@@ -250,6 +260,7 @@ from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.tensorrt.build import build
 from vitcompress.exporters.tensorrt.flavours import RTX
 from vitcompress.io.progress import Progress
+from vitcompress.io.validation import options_of
 
 updates = Event()
 

@@ -73,8 +73,7 @@ def create_model(
 ) -> nn.Module:
     """Create `timm.create_model(arch, **arch_args)` in eval mode, prepared for pruning.
 
-    The model may have other parameter names than timm's (see `families.prepare_model`). `model.plan` is its identity
-    plan.
+    It may have other parameter names than timm's (see `families.prepare_model`). `model.plan` is its identity plan.
 
     weights: `random` (from `seed`), `hub` (timm's pretrained weights, needs a network) or a file (.safetensors, .pth;
     averaged weights of a training checkpoint are preferred, as in timm). Position embeddings and relative position

@@ -36,8 +36,7 @@ MARK = "of_study.json"  # tells which study a folder belongs to
 class StudyOptions:
     """out: the study's folder; None is runs/study-NAME. jobs: number of runs at a time, each in its own process.
 
-    speed: `now` measures what has not been measured for these models, `later` leaves it to another call, `again`
-    repeats it.
+    speed: `now` measures models that have not been measured, `later` leaves it to another call, `again` repeats it.
     """
 
     out: Path | None = None
