@@ -338,7 +338,7 @@ def test_another_scale_of_the_scores_is_detected(tmp_path: Path, precision: str)
     while node.op_type != "Mul":
         node = source[node.input[0]]
     scale = next(t for t in wrong.graph.initializer if t.name in node.input)
-    scale.CopyFrom(numpy_helper.from_array(1.3 * numpy_helper.to_array(scale), scale.name))
+    scale.CopyFrom(numpy_helper.from_array(np.float32(1.3) * numpy_helper.to_array(scale), scale.name))
     (tmp_path / "model.onnx.json").unlink()
     onnx.save(wrong, str(done.path))
     checks = checks_of(done.path)
