@@ -486,3 +486,29 @@ def test_all_spaces_except_regrouped_heads_are_compared_with_masks() -> None:
     attention = {f"blocks.{n}.{part}": mixed for n in range(2) for part in ("qk", "v")}
     check = slice_check(dense, replace(plan, kept={**plan.kept, **attention}), x)
     assert check.verdict == "passed" and "the heads of blocks.0.attn, blocks.1.attn are regrouped" in check.detail
+
+
+# ------------------------------------------------------------------------------------------------------------- dry runs
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [("block", 1), ("channel", 1)]),
+        ({"target_args": {"depth": 2}}, [("block", 2)]),
+        ({"target_args": {"embed_dim": 8, "num_heads": 1}}, [("channel", 1)]),
+        ({"score": "random"}, [("block", 1)]),
+        ({"score": "screened"}, [("block", 1), ("fisher", 1), ("channel", 1)]),
+    ],
+)
+def test_a_dry_run_lists_the_measurements_of_blocks_and_of_channels(
+    options: dict[str, Any], expected: list[tuple[str, int]]
+) -> None:
+    """Also if there are no channels to delete, or no blocks to remove."""
+    dense = model(depth=4)
+    own = upvit.Options(**{"target_args": SMALL, "images": 6, **options})
+    rows = upvit.UPVIT.estimate(dense, family_of(dense), own)
+    assert [(word in row.title, row.rounds) for row, (word, _) in zip(rows, expected, strict=True)] == [
+        (True, rounds) for _, rounds in expected
+    ]
+    assert {row.images for row in rows} == {6}

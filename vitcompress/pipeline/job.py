@@ -269,6 +269,7 @@ def create_job(recipe: Recipe, options: RunOptions, runtime: Runtime, progress: 
             )
             steps.append(own)
             model, plan = surgery.apply_to_copy(model, delta), plan.then(delta)
+            model.plan = plan  # type: ignore[assignment]
     except InputError as error:  # steps may be impossible only without the weights' arguments
         if problem is None and isinstance(error, PlanError) and len(recipe.steps) > 1:
             raise PlanError(f"step {number + 1}, {step.method}: {error.message}", hint=error.hint) from None

@@ -25,6 +25,7 @@ from vitcompress.methods.upvit.importance import Component, components
 from vitcompress.methods.upvit.ranking import Ranker, best, too_few_images
 from vitcompress.methods.upvit.report import report
 from vitcompress.methods.upvit.target import Target, find_target
+from vitcompress.models.create import plan_of
 from vitcompress.plan import Plan, is_within, module_of
 from vitcompress.training.losses import check_outputs
 
@@ -42,9 +43,8 @@ def plan(model: nn.Module, context: Context, options: Options) -> Plan:
             context.progress.note(remark)
     removed = ranker.rank_blocks()
     delta = _delta(context.plan, target, removed, ranker.rank_channels(_cut(model, context.family, target, removed)))
-    counts = sorted({f"{len(channels)} channels" for channels in delta.kept.values()})
-    parts = f"{len(delta.removed)} parts removed, spaces left with {', '.join(counts)}"
-    context.progress.note(f"cut to {target.arch}: {parts}")
+    left = ", ".join(sorted({f"{len(channels)} channels" for channels in delta.kept.values()}))
+    context.progress.note(f"cut to {target.arch}: {len(delta.removed)} parts removed, spaces left with {left}")
     context.memo("kept", lambda: dict(delta.kept))
     return delta
 
@@ -76,25 +76,26 @@ def _delta(base: Plan, target: Target, removed: Sequence[str], orders: Mapping[C
 
 
 def estimate(model: nn.Module, family: Family, options: Options) -> list[Estimate]:
-    """The measurements of channels."""
-    if options.score in UNMEASURED:
-        return []
+    """The measurements of blocks, and then those of channels."""
+    target, alone = find_target(model, family, plan_of(model), options), "alone, one measurement each"
+    blocks = Estimate(f"remove every block and hybrid {alone}", target.surplus, 1, images=options.images)
+    rows = [blocks] if target.surplus else []
+    if options.score in UNMEASURED or not any(map(target.cuts, components(family.spaces(model)))):
+        return rows
     if options.score == "fisher":
-        return [Estimate("Gauss-Newton estimate of every channel", 1, options.directions, images=options.images)]
-    rows = [Estimate("delete every channel alone, one measurement each", 1, 1, images=options.images)]
+        return [*rows, Estimate("Gauss-Newton estimate of every channel", 1, options.directions, images=options.images)]
     if options.score == "screened":
         images = options.images if options.screen == "fisher" else options.screen_images
-        rows.insert(0, Estimate(f"screen ({options.screen})", 1, 1, images=images))
-    return rows
+        rows.append(Estimate(f"screen ({options.screen})", 1, 1, images=images))
+    return [*rows, Estimate(f"delete every channel {alone}", 1, 1, images=options.images)]
 
 
 def resize(options: Options, model: nn.Module, family: Family, strength: float) -> Options:
     """Sizes between those of the model and target_args. Raises PlanError for other arguments than sizes of a ViT."""
     spaces = {space.kind: space for space in family.spaces(model)}
     stream = spaces["residual"]  # it has one head
-    width, heads = stream.size, spaces.get("v", stream).heads
-    depth, ratio = len(family.blocks(model)), spaces.get("mlp", stream).size / width
-    own = {"depth": depth, "num_heads": heads, "embed_dim": width, "mlp_ratio": ratio}
+    width, heads, hidden = stream.size, spaces.get("v", stream).heads, spaces.get("mlp", stream).size
+    own = {"depth": len(family.blocks(model)), "num_heads": heads, "embed_dim": width, "mlp_ratio": hidden / width}
     if wrong := sorted(set(options.target_args) - set(own)):
         raise PlanError(f"target_args.{wrong[0]} cannot be chosen by a latency", hint=f"set any of {', '.join(own)}")
     sizes = {name: own[name] + strength * (least - own[name]) for name, least in options.target_args.items()}

@@ -19,12 +19,10 @@ ROUNDS: Columns = {
 Scored = tuple[str, list[float], list[int]]  # a component, scores of its channels, and the channels that are kept
 CHANNELS: Columns = {
     "component": itemgetter(0),
-    "channels": lambda scored: len(scored[1]),
-    "kept": lambda scored: len(scored[2]),
-    "sum of KL": lambda scored: f"{sum(scored[1]):.4g}",
-    "share of it that is kept": lambda scored: (
-        f"{100 * sum(scored[1][c] for c in scored[2]) / (sum(scored[1]) or 1.0):.1f} %"
-    ),
+    "channels": lambda row: len(row[1]),
+    "kept": lambda row: len(row[2]),
+    "sum of KL": lambda row: f"{sum(row[1]):.4g}",
+    "share of it that is kept": lambda row: f"{100 * sum(row[1][c] for c in row[2]) / (sum(row[1]) or 1.0):.1f} %",
 }
 
 
