@@ -388,6 +388,16 @@ def test_a_target_of_another_name_states_the_arguments_that_it_takes_from_the_mo
     assert caught.value.hint and "of the model itself are embed_dim, img_size, in_chans, num_" in caught.value.hint
 
 
+def test_a_target_of_another_kind_is_named_as_the_target() -> None:
+    """Not as the model, which is supported."""
+    with torch.device("meta"):
+        dense = timm.create_model("deit_tiny_patch16_224").eval()
+    options = upvit.Options(target="resnet18")
+    with pytest.raises(PlanError, match=r"the target resnet18 cannot be used: .* of type ResNet") as caught:
+        upvit.structure(dense, family_of(dense), Plan("deit_tiny_patch16_224"), options)
+    assert caught.value.hint == "set other sizes in target_args, or another target"
+
+
 def test_swin_is_rejected_with_its_reason() -> None:
     with torch.device("meta"):
         dense = timm.create_model("swin_small_patch4_window7_224")

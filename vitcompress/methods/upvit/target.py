@@ -100,20 +100,20 @@ def find_target(model: nn.Module, family: Family, base: Plan, options: UpvitOpti
     name = None if options.target == "latency" else options.target
     if name is None and not options.target_args:
         raise PlanError("no target is set", hint="set sizes, as in target_args = { embed_dim = 192 }, or target")
-    spaces = family.spaces(model)
+    spaces, base = family.spaces(model), with_changes(base, model)
     _check_family(family, spaces)
-    base = with_changes(base, model)
     # After an earlier step the model's own sizes are those of the standard model that it became.
     own = (name is None and base.standard) or {"arch": base.arch, "args": base.arch_args}
     arch, arch_args = name or own["arch"], {**own["args"], **options.target_args}
     try:
         standard = create_on_meta(arch, arch_args)
+        there, here = _Layout.of(standard, family_of(standard)), _Layout.of(model, family)
     except InputError as error:
-        raise PlanError(error.message, hint="set other sizes in target_args, or another target") from None
+        message = f"the target {arch} cannot be used: {error.message}"
+        raise PlanError(message, hint="set other sizes in target_args, or another target") from None
     if standard.state_dict().keys() != build_on_meta(arch, arch_args).state_dict().keys():
         message = f"UP-ViT does not support {family.name} models whose weights have other names in timm"
         raise PlanError(message, hint=OTHER_METHODS)
-    there, here = _Layout.of(standard, family_of(standard)), _Layout.of(model, family)
     try:
         stages = _stages(model, family, base)
     except PlanError:
