@@ -1,22 +1,27 @@
-"""The example in recipes/examples/my_family.py: what a family outside of vitcompress may use."""
+"""Families outside of vitcompress: recipes/examples/my_family.py, and one of models with tables of positions."""
 
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import timm
 import torch
 from contracts import assert_moved, assert_same, kept_channels, logits, masks, sites_of, spaces_of
-from torch import nn
+from timm.models.vision_transformer_relpos import RelPosAttention, RelPosBlock, VisionTransformerRelPos
+from torch import Tensor, nn
 
 import vitcompress as vc
 from vitcompress.errors import InputError, PlanError
+from vitcompress.exporters.onnx.file import read_contents as onnx_contents
 from vitcompress.exporters.openvino.export import OPENVINO, read_contents
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.quantize.calibrate import calibrate
-from vitcompress.families import FAMILIES
+from vitcompress.families import FAMILIES, Axis, Family, Space
+from vitcompress.families.attention import AnyWidthAttention
+from vitcompress.families.base import input_axis, linear_axes, norm_axes
+from vitcompress.families.edited_block import Wiring
 from vitcompress.models.create import input_config, plan_of
 from vitcompress.surgery import apply_to_copy
 from vitcompress.surgery.masks import mask_channels
@@ -109,3 +114,44 @@ def test_weights_of_layers_on_vectors_are_matched_in_int8(tmp_path: Path) -> Non
     contents = read_contents(path)
     assert any("token_only.0.attn.q.weight_quantized" in stored.name for stored in contents.tensors)
     assert not compare_tensors(small, contents).problems
+
+
+class SlicedTables(AnyWidthAttention):
+    """timm's RelPosAttention with a table of its own, whose index is flat and whose parts are in a module."""
+
+    PARTS = (*AnyWidthAttention.PARTS, "rel_pos")
+
+    def forward(self, x: Tensor, shared_rel_pos: Tensor | None = None) -> Tensor:
+        return self.attend(*self.project(x), attn_mask=self.rel_pos.get_bias())
+
+
+class TableFamily(Family):
+    name = "tables"
+    supported = "timm VisionTransformerRelPos models with tables"
+    model_type, block_type = VisionTransformerRelPos, RelPosBlock
+    sliced: ClassVar = {RelPosAttention: SlicedTables}
+    branches = ("norm1", "attn", "ls1", "drop_path1"), ("norm2", "mlp", "ls2", "drop_path2")
+    wiring = Wiring(branches=branches, takes_arguments=frozenset({"attn"}))
+
+    def streams(self, model: Any, axes: Mapping[str, Iterable[Axis]]) -> Iterator[Space]:
+        residual = [*linear_axes(model, "patch_embed.proj"), *(axis for own in axes.values() for axis in own)]
+        yield Space("residual", "residual", 16, (*residual, *norm_axes(model, "fc_norm"), input_axis("head")))
+
+    def set_width(self, model: Any, space: str, width: int) -> None:
+        model.embed_dim = model.num_features = model.head_hidden_size = width
+
+
+def test_position_biases_of_timm_modules_with_a_flat_index_are_those_of_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAMILIES, "tables", TableFamily())
+    sizes = {name: ARGS[name] for name in ("img_size", "patch_size", "embed_dim", "depth", "num_heads")}
+    dense = vc.create_model("vit_relpos_small_patch16_224", **sizes, rel_pos_type="bias", num_classes=5)
+    small = vc.prune(dense, dense.plan.delta(kept=kept_channels(dense, {"qk", "v"})))
+    vc.save_model(small, tmp_path)
+    vc.export(small, tmp_path / "model.onnx")
+    assert vc.verify(tmp_path).passed
+    with torch.no_grad():
+        small.get_parameter("blocks.1.attn.rel_pos.relative_position_bias_table")[0] += 0.1
+    problems = compare_tensors(small, onnx_contents(tmp_path / "model.onnx")).problems
+    assert "blocks.1.attn.rel_pos.relative_position_bias_table" in " ".join(problems)

@@ -173,12 +173,12 @@ def _find_gathered(stored: Stored, missing: Mapping[str, Tensor], tensors: Mappi
         kinds = [kind for kind in (table.dtype, torch.float32) if stored.size == count * kind.itemsize]
         if not kinds or index is None:
             continue
-        values = torch.frombuffer(bytearray(stored.read()), dtype=kinds[0]).view(stored.shape)
+        values = torch.frombuffer(bytearray(stored.read()), dtype=kinds[0])
         # torch.onnx computes results of up to 8,192 values in advance: the graph reshapes larger biases.
         rows = table.detach().cpu()[index.flatten().cpu()]
-        for biases in (rows, rows.T.view(-1, *index.shape)):
-            masked = biases - 100.0  # by the window mask of timm's Swin
-            if values.shape[-biases.ndim :] == biases.shape and ((values == biases) | (values == masked)).all():
+        for biases in (rows.flatten(), rows.T.flatten()) if count % rows.numel() == 0 else ():
+            windows, masked = values.view(-1, rows.numel()), biases - 100.0  # by the window mask of timm's Swin
+            if ((windows == biases) | (windows == masked)).all():
                 return name
     return None
 
