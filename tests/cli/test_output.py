@@ -233,6 +233,13 @@ def test_an_export_describes_its_input_and_target(capsys: pytest.CaptureFixture[
     tables.print_export({**EXPORT, "metadata": bytes_in, "build": {"batch": [1, 8, 64], "sm": [89, 120]}})
     line = "takes uint8 images, NHWC: 1 to 64 (best 8) x 224 x 160 x 3; for compute capability 8.9, 12.0"
     assert line in capsys.readouterr().out
+    assert "opset 20 (reason)" in line_of({"opset": 20, "opset_reason": "reason"}, capsys)
+    assert "bytes" in (plain := line_of({"opset": 0, "opset_reason": ""}, capsys)) and "opset" not in plain
+
+
+def line_of(opset: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> str:
+    tables.print_export({**EXPORT, **opset})
+    return capsys.readouterr().out.partition("\n")[0]
 
 
 def test_warnings_of_a_build_are_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,8 +104,8 @@ def print_export(done: Mapping[str, Any]) -> None:
     columns: Columns = {"ms": lambda row: f"{row['ms']:.2f}" if row["ms"] else "", **plain}
     if done["candidates"]:
         print_table(Table.of("the smallest batch, the fastest first", columns, done["candidates"]), wrap=True)
-    line = "{folder}/{path}  {format} {precision}, {bytes:,} bytes, opset {opset} ({opset_reason})"
-    print_text(line.format_map(done))
+    opset = ", opset {opset} ({opset_reason})" if done["opset"] else ""
+    print_text(f"{{folder}}/{{path}}  {{format}} {{precision}}, {{bytes:,}} bytes{opset}".format_map(done))
     print_text(_describe_input(done["metadata"], done["build"]))
     for warning in done["build"].get("warnings", ()):
         print_line(f"note: {warning}")
@@ -121,8 +121,8 @@ def print_export(done: Mapping[str, Any]) -> None:
             print_text(f"{check['name']}: {check['detail']}")
     if others:
         print_checks(others)
-    place = "{folder}/{path}.json".format_map(done)
-    print_text(f"{len(checks) - len(others)} of {len(checks)} checks passed; values and limits: {place}")
+    passed = f"{len(checks) - len(others)} of {len(checks)} checks passed"
+    print_text(f"{passed}; values and limits: {done['folder']}/{done['path']}.json")
     if done["verdict"] == "not_run":
         commands = sorted({check["command"] for check in done["checks"] if check.get("command")})
         print_text(f"not verified on this machine; on the target: {', '.join(commands)}")
