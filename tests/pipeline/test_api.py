@@ -339,7 +339,7 @@ def test_models_with_other_names_than_those_of_timm_are_planned_as_those_of_crea
         (lambda: vc.run_recipe("no_recipe"), "no_recipe"),
         (lambda: vc.run_recipe(Path("none.toml")), "none.toml cannot be read"),
         (lambda: vc.prune(model(), "plan.json"), "plan   got 'plan.json', expected a plan, as of vc.plan"),  # type: ignore[arg-type]
-        (lambda: vc.export(model(), "x.tflite"), "suffix"),
+        (lambda: vc.export(model(), "x.tflite"), "suffix of x.tflite is of no built-in format"),
         (lambda: vc.export(model(), "x.engine"), "trt and trt-rtx"),
         (lambda: vc.export(model(), "x.onnx", precision="int4"), "precision"),
         (lambda: vc.create_model("vit_tini"), "vit_tini"),

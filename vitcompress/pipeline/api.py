@@ -311,11 +311,11 @@ def export(
         'model.onnx'
     """
     path, progress = user_path(path), progress or SILENT
-    formats = [name for name, e in EXPORTERS.items() if e.file_suffix == path.suffix]
-    if format is None and len(formats) != 1:
-        message = f"the suffix of {path.name} {'fits ' + ' and '.join(formats) if formats else 'is of no format'}"
-        raise InputError(message, hint=f"pass format, one of {', '.join(EXPORTERS)}")
-    exporter = available_exporter(format or formats[0], hint="`vitcompress doctor` shows what is missing")
+    fits = [name for name, e in EXPORTERS.items() if e.file_suffix == path.suffix]
+    if format is None and len(fits) != 1:
+        message = f"the suffix of {path.name} {'fits ' + ' and '.join(fits) if fits else 'is of no built-in format'}"
+        raise InputError(message, hint=f"pass format, one of {', '.join(EXPORTERS)} or of another package")
+    exporter = available_exporter(format or fits[0], hint="`vitcompress doctor` shows what is missing")
     settings = options_of(ExportOptions, options, f"format {exporter.name}")
     exporter.check(settings)
     exporter.check_path(path)
