@@ -23,6 +23,7 @@ from vitcompress.bench.report.snippet import snippet
 from vitcompress.cli import main
 from vitcompress.errors import DeviceError
 from vitcompress.exporters.base import Exported
+from vitcompress.exporters.openvino.runner import core
 from vitcompress.exporters.options import ExportOptions
 from vitcompress.exporters.runtimes import Runner, open_runner
 from vitcompress.exporters.sidecar import amend_sidecar, read_sidecar
@@ -200,6 +201,11 @@ def test_a_file_with_the_outputs_of_the_model_is_verified(folder: Path, format: 
     assert (entry["file"], entry["bytes"]) == (name, sidecar["bytes"])
 
 
+def has_half() -> bool:
+    """Whether OpenVINO computes in fp16 on this processor."""
+    return "FP16" in core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+
+
 @pytest.mark.parametrize("options", [{}, {"precision": "fp16"}, {"precision": "int8"}], ids=str)
 @pytest.mark.parametrize("name", ["model.onnx", "model.xml"])
 def test_a_model_whose_outputs_are_tokens_is_verified(name: str, options: dict[str, Any], tmp_path: Path) -> None:
@@ -207,7 +213,10 @@ def test_a_model_whose_outputs_are_tokens_is_verified(name: str, options: dict[s
     vc.save_model(model, tmp_path)
     vc.export(model, tmp_path / name, data=[(IMAGES, torch.zeros(len(IMAGES)).long())], **options)
     checks = vc.verify(tmp_path).checks
-    assert {check.verdict for check in checks if name in check.name} == {"passed"}, checks
+    own = {check.name: check.verdict for check in checks if name in check.name}
+    if name == "model.xml" and options == {"precision": "fp16"} and not has_half():
+        assert own.pop("agreement.model.xml") == "not_run"
+    assert {*own.values()} == {"passed"}, checks
     vc.export(vc.prune(model, model.plan.delta(removed={"blocks.1.attn": "drop"})), tmp_path / name)
     assert not vc.verify(tmp_path).passed
 
