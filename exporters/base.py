@@ -21,6 +21,12 @@ from vitcompress.io.hardware import package_versions
 from vitcompress.io.text import describe_value
 from vitcompress.models.create import InputConfig
 
+# Whether a file takes uint8 images -> what its metadata state about the form of images.
+IMAGE_FORMS = {
+    False: {"input": "float32", "layout": "NCHW", "normalization": "by the caller"},
+    True: {"input": "uint8", "layout": "NHWC", "normalization": "in front"},
+}
+
 
 @dataclass(frozen=True)
 class Exported:
@@ -95,7 +101,7 @@ class Stored:
 class Contents:
     """The tensors of a file, which are read without running anything, one at a time.
 
-    size: bytes of the file and of its data files.
+    size: bytes of the file and of its data files. uint8: whether it takes uint8 images.
     metadata: what the file states about its model, as JSON text; `precision` is that of the tensors, `opset` of ONNX.
     lists: names of node attributes with more numbers than any setting needs, in which weights could be hidden.
     """
@@ -104,6 +110,7 @@ class Contents:
     size: int
     metadata: Mapping[str, str]
     lists: tuple[str, ...] = ()
+    uint8: bool = False
 
 
 @dataclass(frozen=True)
@@ -187,9 +194,7 @@ def describe_file(model: nn.Module, options: ExportOptions, about: ModelInfo) ->
         "plan_sha256": about.get("plan_digest", ""),
         "precision": options.precision,
         "islands": list(expand_layers(model, options.islands)) if options.islands else [],
-        "input": "uint8" if options.uint8 else "float32",
-        "layout": "NHWC" if options.uint8 else "NCHW",
-        "normalization": "in front" if options.uint8 else "by the caller",
+        **IMAGE_FORMS[options.uint8],
     }
     return {key: json.dumps(value) for key, value in labels.items()}
 

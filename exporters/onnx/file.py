@@ -1,6 +1,7 @@
 """Read ONNX files that are not trusted: the model, its tensors, and facts about its graph. Nothing is executed."""
 
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ def _check_location(path: Path, tensor: Any) -> None:
     if not place or "\0" in place or Path(place).is_absolute() or not (folder / place).resolve().is_relative_to(folder):
         message = f"{path} stores the tensor {tensor.name} in {place!r}, outside its own folder"
         raise ArtifactError(message, hint="do not run it; export it again from a source that you trust")
-    if not (folder / place).is_file():
+    if not os.path.isfile(folder / place):  # noqa: PTH113 - the name may be too long
         raise ArtifactError(f"{path} needs the file {place} beside it, which is missing", hint="copy both files")
 
 
@@ -118,10 +119,10 @@ def read_contents(path: Path) -> Contents:
         stored.append(Stored(tensor.name, shape, size, place, values, index, quantized.get(tensor.name)))
     attributes = _find_messages(model, onnx.AttributeProto)
     lists = (a.name for a in attributes if max(map(len, (a.floats, a.ints, a.s, b"".join(a.strings)))) > LONGEST_LIST)
-    names = {name for tensor in tensors if (name := location(tensor))}
-    data = sum((path.parent / name).stat().st_size for name in names)
+    size = sum((path.parent / name).stat().st_size for name in {path.name, *filter(None, map(location, tensors))})
     opset = next((entry.version for entry in model.opset_import if not entry.domain), 0)
-    return Contents(tuple(stored), path.stat().st_size + data, {**metadata(model), "opset": str(opset)}, tuple(lists))
+    uint8 = any(value.type.tensor_type.elem_type == onnx.TensorProto.UINT8 for value in model.graph.input)
+    return Contents(tuple(stored), size, {**metadata(model), "opset": str(opset)}, tuple(lists), uint8)
 
 
 def _decodes(node: Any, named: Mapping[str, Any]) -> bool:

@@ -150,8 +150,10 @@ def read_contents(path: Path) -> Contents:
         place = (values.ctypes.data, values.nbytes)
         stored.append(Stored(name, values.shape, values.nbytes, place, values.tobytes, index, represented))
     size = path.stat().st_size + path.with_suffix(".bin").stat().st_size
+    uint8 = any(images.get_element_type().get_type_name() == "u8" for images in model.inputs)
     labels = read_metadata(model)
-    return Contents(tuple(stored), size, {**labels, "precision": '"int8"' if "quantization" in labels else '"fp32"'})
+    labels["precision"] = '"int8"' if "quantization" in labels else '"fp32"'
+    return Contents(tuple(stored), size, labels, uint8=uint8)
 
 
 OPENVINO = Exporter(

@@ -102,8 +102,7 @@ class EightBitProducts(TorchFunctionMode):
         """The next product of the attention without a weight, in eight bits if it has ranges."""
         key, ranges, precision = next(self.products), self.settings.ranges, self.settings.precision
         if f"{key}.0" in ranges:
-            steps = [step_size(ranges[f"{key}.{side}"], precision) for side in (0, 1)]
-            pairs = zip(operands, steps, strict=True)
+            pairs = zip(operands, [step_size(ranges[f"{key}.{side}"], precision) for side in (0, 1)], strict=True)
             operands = tuple(round_values(x, step, precision, self.generator) for x, step in pairs)
         return torch.matmul(*operands)
 

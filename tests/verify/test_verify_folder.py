@@ -274,6 +274,9 @@ def edit_metadata(path: Path, sidecar: str, **values: object) -> None:
         ("rewritten", "classes", ["4", "3", "2", "1", "0"]),
         ("rewritten", "classes", ["0"]),
         ("rewritten", "classes", 7),
+        ("rewritten", "input", "uint8"),
+        ("rewritten", "layout", "NHWC"),
+        ("rewritten", "normalization", "in front"),
     ],
 )
 def test_preprocessing_and_classes_of_a_file_are_those_of_the_run(

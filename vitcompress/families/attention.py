@@ -173,8 +173,7 @@ class SlicedReductionAttention(AnyWidthAttention):
         tokens = x  # from which keys and values are computed
         if self.sr is not None:
             image = x.transpose(1, 2).reshape(x.shape[0], -1, *feat_size)
-            image = image if self.pool is None else self.pool(image)
-            tokens = self.norm(self.sr(image).flatten(2).transpose(1, 2))
+            tokens = self.norm(self.sr(image if self.pool is None else self.pool(image)).flatten(2).transpose(1, 2))
             tokens = tokens if self.act is None else self.act(tokens)
         k, v = self.kv(tokens).split((self.qk_dim, self.v_dim), dim=-1)
         return self.attend(self.split_heads(self.q(x)), self.split_heads(k), self.split_heads(v))

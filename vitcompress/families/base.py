@@ -381,8 +381,7 @@ def join_layers(*layers: Any) -> nn.Linear:
     joined = nn.Linear(first.in_features, rows, bias=first.bias is not None, device="meta")
     for name, own in first.named_parameters():
         parts = (getattr(layer, name) for layer in layers)
-        filled = (own.new_zeros(len(own)) if part is None else part for part in parts)
-        setattr(joined, name, join_parameters(*filled))
+        setattr(joined, name, join_parameters(*(own.new_zeros(len(own)) if part is None else part for part in parts)))
     return joined.train(first.training)
 
 

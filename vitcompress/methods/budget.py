@@ -66,8 +66,7 @@ def align(count: int, size: int, unit: int, *, down: bool = False) -> int:
     """
     if count >= size:
         return size
-    multiple = count // unit if down else math.floor(count / unit + 0.5)
-    return unit * min(max(1, multiple), size // unit)
+    return unit * min(max(1, count // unit if down else math.floor(count / unit + 0.5)), size // unit)
 
 
 @dataclass(frozen=True)

@@ -99,8 +99,7 @@ def measure(
     removed: sites that are removed together with each of `sites`. NOSE, which always compares with the dense model,
     passes those chosen before; HetDPT passes the current model instead.
     """
-    sets = [(), *((*removed, site.name) for site in sites)]
-    values, accuracies, images = entropies(gated, sets, context, options)
+    values, accuracies, images = entropies(gated, [(), *((*removed, site.name) for site in sites)], context, options)
     rows: list[dict[str, Any]] = []
     for number, site in enumerate(sites, start=1):
         difference, *drawn = (values[0] - values[number]).tolist()

@@ -10,7 +10,7 @@ from onnx_ir.serde import SerdeError
 from torch import nn
 
 from vitcompress.errors import ArtifactError, InputError, MissingExtraError, OutputError, first_line
-from vitcompress.exporters.base import Contents
+from vitcompress.exporters.base import IMAGE_FORMS, Contents
 from vitcompress.exporters.onnx import file
 from vitcompress.exporters.quantize.graph import find_wrong_steps, read_quantization
 from vitcompress.exporters.runtimes import exporter_of
@@ -85,7 +85,8 @@ def metadata_check(path: Path, original: PlannedOriginal, contents: Contents | N
         else:  # any names are accepted if their number is right
             classes = names if isinstance(names, list) and len(names) == count else f"{count} names"
         digest = unnamed.digest if values.get("plan_sha256") == unnamed.digest else plan.digest
-        for key, value in {**recorded, **expected, "classes": classes, "plan_sha256": digest}.items():
+        form = IMAGE_FORMS[contents.uint8] if contents is not None and source == path.name else {}
+        for key, value in (*{**recorded, **expected, "classes": classes, "plan_sha256": digest}.items(), *form.items()):
             if values.get(key) != value:
                 problems.append(f"{key} is {values.get(key)!r:.60} in {source}, not {value!r:.60}")
     return problem_check(f"{file_label(path)}.metadata", problems, "preprocessing, classes, plan are those of the run")

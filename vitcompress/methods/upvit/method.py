@@ -99,8 +99,7 @@ def resize(options: Options, model: nn.Module, family: Family, strength: float) 
     if wrong := sorted(set(options.target_args) - set(own)):
         raise PlanError(f"target_args.{wrong[0]} cannot be chosen by a latency", hint=f"set any of {', '.join(own)}")
     sizes = {name: own[name] + strength * (least - own[name]) for name, least in options.target_args.items()}
-    heads = max(1, round(sizes.get("num_heads", heads)))
-    units = {"depth": 1, "num_heads": 1, "embed_dim": heads, "mlp_ratio": 0.25}
+    units = {"depth": 1, "num_heads": 1, "embed_dim": max(1, round(sizes.get("num_heads", heads))), "mlp_ratio": 0.25}
     args = {name: units[name] * max(1, round(size / units[name])) for name, size in sizes.items()}
     return replace(options, target_args=args)
 
