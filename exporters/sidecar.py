@@ -25,7 +25,7 @@ INPUT = frozenset({"size", "mean", "std", "interpolation", "crop_pct", "crop_mod
 
 
 def _check_name(name: str) -> str:
-    if Path(name).name != name or "\\" in name:
+    if Path(name).name != name or "\\" in name or len(name.encode()) > 255:  # bytes, more than file systems allow
         raise ValueError("expected the name of a file beside it")
     return name
 

@@ -114,8 +114,7 @@ def close_matches(word: str, choices: Iterable[str]) -> list[str]:
     initials = {name: "".join(part[:1] for part in name.split("_")) for name in (word, *names)}
     short = [name for name in names if word and (name.startswith(word) or word == initials[name])]
     short += [name for name in names if name == initials[word]]
-    similar = difflib.get_close_matches(word, names, cutoff=0.5)
-    return [names[name] for name in dict.fromkeys((*short, *similar))][:3]
+    return [names[name] for name in dict.fromkeys((*short, *difflib.get_close_matches(word, names, cutoff=0.5)))][:3]
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

@@ -160,6 +160,8 @@ class OnnxRunner(Runner):
         graph = str(next(self._graph_numbers)) if recorded else NO_GRAPH
         run = partial(self.session.run_with_iobinding, binding, self._run_options(graph, wait=self._stream is None))
         if self._stream is None:
+            with libraries.run_errors(f"{self._file_name} at batch {len(data)}"):
+                run()  # it fails if the file states other sizes of its output
             return BoundCall(run, source, logits)
         torch.cuda.synchronize(source.device)
         call = QueuedCall(run, self._stream, source, logits)

@@ -55,6 +55,9 @@ def test_an_unknown_recipe_names_the_nearest() -> None:
         ("report nowhere", "nowhere does not exist"),
         ("bench timm:x nowhere.onnx", "nowhere.onnx does not exist"),
         ("evaluate nowhere.onnx --data digits", "nowhere.onnx does not exist"),
+        ("recipe digits_hetdpt --classes nowhere.txt", "nowhere.txt does not exist"),
+        ("report tests --bench nowhere.json", "nowhere.json does not exist"),
+        ("evaluate tests --data digits --bench nowhere.json", "nowhere.json does not exist"),
     ],
 )
 def test_a_mistake_is_reported_without_importing_torch(words: str, sentence: str) -> None:
@@ -87,6 +90,15 @@ def test_an_empty_argument(words: tuple[str, ...], place: str) -> None:
     assert expect_error(*words).startswith(f"{place} is empty")
 
 
+@pytest.mark.parametrize(
+    "words",
+    ["recipe small.toml --out", "recipe small.toml --dry-run --weights", "keygen", "study", "recipes show"],
+)
+def test_a_name_that_is_too_long(words: str) -> None:
+    """File systems allow 255 bytes."""
+    assert "File name too long" in expect_error(*words.split(), "x" * 300)
+
+
 def test_a_name_that_is_not_utf8() -> None:
     """Libraries cannot open it. This is how Python represents the byte 0xfc."""
     for words in (("evaluate", "run", "--data", "d\udcfct"), ("bench", "r\udcfcn/model.onnx")):
@@ -104,6 +116,11 @@ def test_a_folder_or_another_file_instead_of_a_recipe() -> None:
 def test_an_index_that_a_recipe_does_not_have() -> None:
     message = expect_error("recipe", "small.toml", "--set", "step.7.pruned_layers=1")
     assert "no entry 7: numbers start at 0 (here: 0)\n" in message
+
+
+@pytest.mark.parametrize("key", ["nothing.4", "step.0.layers.3", "step.0.options.3"])
+def test_a_number_where_no_list_is(key: str) -> None:
+    assert "unknown key" in expect_error("recipe", "small.toml", "--dry-run", "--set", f"{key}=")
 
 
 def test_a_file_instead_of_a_folder_of_images() -> None:

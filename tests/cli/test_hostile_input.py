@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from vitcompress import cli
 from vitcompress.errors import ESCAPES, LONGEST_LINE, InputError
+from vitcompress.exporters.sidecar import sidecar_path
 from vitcompress.io.files import DEEPEST, parse_plain
 from vitcompress.io.tensors import load_tensors
 from vitcompress.models.create import create_model, create_on_meta
@@ -156,6 +157,13 @@ def external(model: Any) -> None:
     tensor.external_data.add(key="location", value="a\0b")
 
 
+def long_name(model: Any) -> None:
+    tensor = model.graph.initializer[0]
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="x" * 300)
+    tensor.ClearField("raw_data")  # which onnx.save would write
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -172,6 +180,7 @@ def external(model: Any) -> None:
         (sizes("b", 1, 0, 8), ""),
         (sizes("b", 1, 8, 1 << 40), ""),
         (external, "outside its own folder"),
+        (long_name, "beside it, which is missing"),
     ],
     ids=[
         "std",
@@ -187,6 +196,7 @@ def external(model: Any) -> None:
         "height 0",
         "width 2^40",
         "external",
+        "long name",
     ],
 )
 def test_onnx_files(change: Callable[[Any], object], sentence: str) -> None:
@@ -202,6 +212,27 @@ def test_onnx_files(change: Callable[[Any], object], sentence: str) -> None:
     for command in ("bench", "evaluate"):
         done = CliRunner().invoke(cli.main, [command, "run/model.onnx", "--json"])
         assert done.exit_code in (0, 2) and "bug in" not in done.output
+
+
+@pytest.mark.parametrize("text", ["float32", "[1]", '{"a": 1}'])
+def test_a_sidecar_with_another_input(text: str) -> None:
+    """The report is written from it, and must stay readable."""
+    Path("run/manifest.json").unlink(missing_ok=True)
+    known = json.loads(sidecar_path(Path("run/model.onnx")).read_text())
+    sidecar_path(Path("run/model.onnx")).write_text(
+        json.dumps({**known, "metadata": {**known["metadata"], "input": text}})
+    )
+    for command, code in (("verify", 1), ("report", 0)):
+        done = CliRunner().invoke(cli.main, [command, "run", "--json"])
+        assert done.exit_code == code and "bug in" not in done.output, done.output
+
+
+def test_an_output_of_another_size_than_the_file_states() -> None:
+    def change(model: Any) -> None:
+        model.graph.output[0].type.tensor_type.shape.dim[0].dim_value = 0
+
+    path = changed_onnx(change)
+    assert "cannot run changed.onnx at batch 1" in expect_error("bench", path, "--batch", "1", "--runs", "1")
 
 
 @pytest.mark.parametrize("kind", [torch.complex64, torch.float8_e4m3fn, torch.int8])

@@ -164,7 +164,7 @@ def test_a_sidecar_names_only_files_beside_it(path: Path) -> None:
     outside = path.parent.parent / "precious.txt"
     outside.write_text("mine")
     known = json.loads(sidecar_path(path).read_text())
-    for name in ("../precious.txt", str(outside), "..\\precious.txt"):
+    for name in ("../precious.txt", str(outside), "..\\precious.txt", "x" * 300):
         sidecar_path(path).write_text(json.dumps({**known, "files": {**known["files"], name: "0"}}))
         with pytest.raises(ArtifactError, match="the name of a file beside it"):
             read_sidecar(path)

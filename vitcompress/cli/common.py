@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import errno
 import functools
 import itertools
 import logging
@@ -23,6 +24,7 @@ from vitcompress.errors import GPU_ERROR, OUT_OF_MEMORY, CheckFailedError, Input
 from vitcompress.io.progress import SILENT, Progress
 
 STOPPED = 130  # what a shell reports for a program that Ctrl-C ended
+UNUSABLE = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)  # paths that only the user can correct
 
 
 class Commands(click.Group):
@@ -124,8 +126,8 @@ def _explain(error: Exception) -> VitcompressError:
         if context and isinstance(error, click.NoSuchOption) and any("--set" in p.opts for p in context.command.params):
             hint = f"--set changes a key, {SET_EXAMPLE}; {hint}"
         return InputError(error.format_message(), hint=hint)
-    if isinstance(error, PermissionError) and error.filename:
-        return InputError(f"{error.filename}: {error.strerror}", hint="correct its permissions, or use another path")
+    if isinstance(error, OSError) and error.filename and error.errno in UNUSABLE:
+        return InputError(f"{error.filename}: {error.strerror}", hint="use another path, or correct its permissions")
     if isinstance(error, MemoryError) or OUT_OF_MEMORY.search(str(error)):
         message = f"there is not enough memory: {first_line(error)}"
         remedy = "use a smaller batch or model, or a machine with more; "
@@ -202,6 +204,7 @@ FILES = {
     "artifact": "use a run folder or an exported file",
     "data": "expected PATH/train/CLASS/IMAGE and PATH/val/CLASS/IMAGE",
     "weights": "use a file (.safetensors, .pth, .pth.tar), a folder, random, hub or train",
+    **dict.fromkeys(("classes", "bench"), "check the path"),
 }
 NO_FILES = {"weights": ("random", "hub", "train"), "data": ("digits", "tinted")}
 
@@ -214,9 +217,8 @@ def check_files(values: Mapping[str, Any]) -> None:
             if path is None or str(path) in NO_FILES.get(name, ()) or re.match("[a-z-]{2,}:", str(path)):  # timm:NAME
                 continue
             if not os.path.exists(os.path.expanduser(path)):  # noqa: PTH110, PTH111 - names may be too long, users unknown
-                if str(path).isidentifier():  # it may be a name of timm
-                    hint = hint.replace("NAME", str(path))
-                raise InputError(f"{path} does not exist", hint=hint)
+                word = str(path) if str(path).isidentifier() else "NAME"  # perhaps of timm
+                raise InputError(f"{path} does not exist", hint=hint.replace("NAME", word))
 
 
 def check_signatures(values: Mapping[str, Any]) -> None:

@@ -210,7 +210,7 @@ def _artifact(
         "file": path.name,
         "sha256": sha256,
         **stored,
-        "input": json.loads(sidecar["metadata"].get("input", '"float32"')),
+        "input": "uint8" if "uint8" in sidecar["metadata"].get("input", "") else "float32",
         "batch": sidecar["build"].get("batch"),
         "variable_batch": sidecar["build"].get("variable_batch", False),
         "agreement": agreement,

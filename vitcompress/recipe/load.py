@@ -165,7 +165,7 @@ def _ineffective(sets: Sequence[str], recipe: Recipe) -> Iterator[str]:
     for assignment in sets:
         table, *keys = key_path(assignment)
         place, names, unused = cast(Any, recipe), [table, *keys], getattr(getattr(recipe, table, None), "unused", {})
-        if keys and isinstance(keys[0], int):
+        if table == "step" and keys and isinstance(keys[0], int):
             from vitcompress.methods.table import find_method  # imports torch
 
             step, keys = recipe.steps[keys[0]], keys[1:]
@@ -173,7 +173,7 @@ def _ineffective(sets: Sequence[str], recipe: Recipe) -> Iterator[str]:
         if not assignment.endswith("="):
             yield from (f"--set {assignment}   has no effect: {unused[key]}" for key in keys[:1] if key in unused)
             continue
-        for name in names:
+        for name in map(str, names):
             if is_dataclass(place) and not hasattr(place, name):
                 yield f"--set {assignment}   {UNKNOWN_KEY}{did_you_mean(name, vars(place))}"
             place = getattr(place, name, None)

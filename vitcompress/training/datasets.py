@@ -296,5 +296,4 @@ def _problem(file: str) -> str:
 
 def describe_skipped(files: Sequence[str]) -> str:
     """One line on the images that `skip_broken` left out."""
-    count = f"{len(files)} image{'s' * (len(files) > 1)}"
-    return f"left out, because they cannot be read: {count}, {few(files)}"
+    return f"left out, because they cannot be read: {len(files)} image{'s' * (len(files) > 1)}, {few(files)}"
