@@ -87,8 +87,7 @@ class Bench:
 
 
 def run(artifacts: Sequence[Artifact], options: BenchOptions, progress: Progress = SILENT) -> Bench:
-    """Measure models in memory, files, run folders, `timm:NAME` and `timm-onnx:NAME` interleaved; the first is the base
-    of all ratios.
+    """Measure models in memory, files, run folders, `timm:NAME` and `timm-onnx:NAME` interleaved, against the first.
 
     Raises InputError for invalid options, ArtifactError or DeviceError if an artifact cannot run (nothing is measured).
     """

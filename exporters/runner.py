@@ -101,7 +101,8 @@ class Runner(ABC):
         least, _, most = self.batch_range or (1, 0, len(images))
         logits = []
         for part in torch.split(images, most):
-            logits.append(self(torch.cat([part, part[-1:].repeat(max(0, least - len(part)), 1, 1, 1)]))[: len(part)])
+            copies = part[-1:].repeat(max(0, least - len(part)), 1, 1, 1)
+            logits.append(self(torch.cat([part, copies]))[: len(part)])
         return torch.cat(logits)
 
     def bind(self, images: Tensor) -> BoundCall:

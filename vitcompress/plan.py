@@ -116,7 +116,8 @@ class Plan:
         merged: dict[str, object] = {}  # entries of both plans, this plan's only outside of the removed modules
         for name in ("removed", "appended", "kept", "heads", *LISTS):
             own, new = getattr(self, name), channels if name == "kept" else getattr(later, name)
-            both = dict.fromkeys((*[key for key in own if not is_within(module_of(key), later.removed)], *new))
+            left = [key for key in own if not is_within(module_of(key), later.removed)]
+            both = dict.fromkeys((*left, *new))
             merged[name] = tuple(both) if name in LISTS else {key: new.get(key, own.get(key)) for key in both}
         return self.delta(**merged, standard=later.standard or ({} if named else self.standard))
 

@@ -22,8 +22,7 @@ FP8_BITS, FP8_EXPONENT = 4, -6  # significant bits, and exponent of the smallest
 def round_values(x: Tensor, scale: Tensor | float, precision: str, generator: torch.Generator | None = None) -> Tensor:
     """`x` rounded to the numbers of `precision` times `scale`, which broadcasts.
 
-    generator: instead of rounding, values are clipped and get a random error of at most half the distance between two
-    numbers.
+    generator: clip, and instead of rounding add a random error of at most half the distance between two numbers.
     """
     values, largest = x / scale, LARGEST[precision]
     clipped = values.clamp(-largest - (precision == "int8"), largest)  # int8 has -128, too

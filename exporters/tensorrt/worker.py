@@ -177,7 +177,8 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
                 engine = Engine(**request)
                 send(answers, engine.facts())
             else:
-                send(answers, *getattr(engine, request.pop("do"))(**request, **({"data": data} if data else {})))
+                method = getattr(engine, request.pop("do"))
+                send(answers, *method(**request, **({"data": data} if data else {})))
         except Exception as error:  # noqa: BLE001 - every error is reported to the parent process
             send(answers, {"error": str(error) or type(error).__name__, "kind": _kind(error)})
 

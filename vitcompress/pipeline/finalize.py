@@ -49,7 +49,8 @@ def fold_model(job: Job) -> None:
 def verify_run(job: Job) -> None:
     """Check the run folder on test images, or on noise without data. Moves exported files that fail away."""
     # `vitcompress verify` may have checked a stopped run, on noise
-    if not ((job.data is None or job.files.recorded_outputs.is_file()) and job.files.verification.is_file()):
+    done = job.data is None or job.files.recorded_outputs.is_file()
+    if not (done and job.files.verification.is_file()):
         job.progress.stage("Verify")
         data, seed = job.data, job.recipe.run.seed
         images = None if data is None else random_images(data.test, job.input, image_count(job.base), seed)

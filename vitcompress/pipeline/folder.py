@@ -64,7 +64,8 @@ def _check_content(files: RunFolder, expected: str, fresh: bool) -> None:
         # A run that was killed before it wrote its recipe leaves its lock, and perhaps a part of the recipe.
         lock = RunFolder(files.state).lock
         state = {files.state} if files.state.is_dir() and {*files.state.iterdir()} <= {lock} else set()
-        if folder.is_dir() and {*folder.iterdir()} - {*folder.glob(f".{files.recipe.name}{UNFINISHED[1:]}"), *state}:
+        left = {*folder.glob(f".{files.recipe.name}{UNFINISHED[1:]}"), *state}
+        if folder.is_dir() and {*folder.iterdir()} - left:
             raise OutputError(f"{folder} is not empty and not a run folder", hint=ELSEWHERE)
         return
     text = files.recipe.read_text(encoding="utf-8", errors="replace")

@@ -53,9 +53,7 @@ _COPIES = {_aten.clone, _aten.copy_, _aten._to_copy, _aten.cat, _aten.index, _at
 
 @dataclass(frozen=True)
 class Rounding:
-    """How much rounding may change a logit and all logits of an image, in the Euclidean norm, and the KL divergence of
-    an image, in nats.
-    """
+    """How much rounding may change a logit, all logits of an image (Euclidean norm), and its KL divergence in nats."""
 
     logit: float
     norm: float
