@@ -269,22 +269,46 @@ def test_speeds_in_int8_over_the_ratio_of_the_macs(machine: str) -> None:
             assert cell == " / ".join(f"{value:.2f}" for value in values), (name, form)
 
 
-def test_speeds_in_int8_without_vnni() -> None:
-    """The int8 file over its own fp32 file, the dense fp32 file, and the dense int8 file, divided by the MACs ratio."""
-    known = speeds("int8-avx2")
-    assert content("speed-int8-avx2-epyc-1-thread.json")["machine"]["cpu_flags"] == ["avx2", "f16c"]
-    shown = rows(TEXTS["bench/results/README.md"].split("### int8 without VNNI")[1].split("###")[0], "`")
+@pytest.mark.parametrize(
+    ("part", "machine", "heading"),
+    [("int8-avx2", "epyc", "### int8 without VNNI"), ("int8", "xeon-vnni", "### int8 with VNNI alone")],
+)
+def test_speeds_in_int8_without_bf16(part: str, machine: str, heading: str) -> None:
+    """The int8 file over its own fp32 file, the dense fp32 file, and the dense int8 file, divided by the MACs ratio.
+
+    With VNNI, also the file of OpenVINO over the dense fp32 file.
+    """
+    known = speeds(part, machine)
+    flags = {*content(f"speed-{part}-{machine}-1-thread.json")["machine"]["cpu_flags"]}
+    vnni = machine == "xeon-vnni"
+    assert not flags & {"avx512_bf16", "amx_int8", "avx_vnni"} and vnni is ("avx512_vnni" in flags)
+    shown = rows(TEXTS["bench/results/README.md"].split(heading)[1].split("###")[0], "`")
     assert [row[0].strip("`") for row in shown] == [*dict.fromkeys(what.partition(":")[0] for what in known)]
     for label, *cells in shown:
         name = label.strip("`")
-        pairs = [(name, "fp32", name, 1.0), ("dense", "fp32", name, 1.0), ("dense", "int8", name, 0.0)]
-        for cell, ((slow, precision, fast, divisor), batch) in zip(cells, product(pairs, (1, 8)), strict=True):
+        dense, own = "dense, ONNX Runtime fp32", f"{name}, ONNX Runtime int8"
+        pairs = [(f"{name}, ONNX Runtime fp32", own, 1.0), (dense, own, 1.0), ("dense, ONNX Runtime int8", own, 0.0)]
+        pairs += [(dense, f"{name}, OpenVINO int8", 1.0)] if vnni else []
+        for cell, ((slow, fast, divisor), batch) in zip(cells, product(pairs, (1, 8)), strict=True):
             figures = [f for f in known.values() if f["what"].startswith(f"{name}: ") and f["batch"] == batch]
             times = {file: blocks for figure in figures for file, blocks in figure["samples_ms"].items()}
-            rounds = zip(times[f"{slow}, ONNX Runtime {precision}"], times[f"{fast}, ONNX Runtime int8"], strict=True)
             ratio = divisor or figures[0]["macs_ratio"]
+            rounds = zip(times[slow], times[fast], strict=True)
             middle, low, high = median_interval([median(a) / median(b) / ratio for a, b in rounds])
-            assert cell == f"{middle:.2f} ({low:.2f} to {high:.2f})", (name, precision, batch)
+            assert cell == f"{middle:.2f} ({low:.2f} to {high:.2f})", (name, fast, slow, batch)
+
+
+def test_the_advice_for_processors_with_vnni_alone() -> None:
+    known = speeds("int8", "xeon-vnni")
+    (advice,) = (line for line in TEXTS["README.md"].splitlines() if line.startswith("| processor with VNNI alone |"))
+    shown = re.findall(r"([0-9.]+)x and ([0-9.]+)x", advice)
+    files = ("deit_s_hetdpt: dense", "deit_s_hetdpt: deit_s_hetdpt", "deit_s_sero_70: deit_s_sero_70")
+    for name, cells in zip(files, shown, strict=True):
+        for batch, cell in zip((1, 8), cells, strict=True):
+            fast, slow = (
+                known[f"{name}, {form} int8, batch {batch}"]["ratio"] for form in ("OpenVINO", "ONNX Runtime")
+            )
+            assert cell == f"{fast:.1f}" and fast > slow, (name, batch)
 
 
 def test_accuracies_and_flips_of_int8() -> None:

@@ -49,6 +49,7 @@ SERO_ARCH = "deit_base_patch16_224"
 SERVED = {  # files that are compared with that of the dense model in fp32 in ONNX Runtime
     "ONNX Runtime fp32": ("onnx", "fp32"),
     "ONNX Runtime int8": ("onnx", "int8"),
+    "OpenVINO int8": ("openvino", "int8"),
     "OpenVINO bf16": ("openvino", "bf16"),
     "OpenVINO int8+bf16": ("openvino", "int8+bf16"),
 }

@@ -145,7 +145,7 @@ def test_a_name_for_another_format_is_rejected_before_anything_is_built(name: st
 
 def test_what_is_not_there_is_reported_before_what_the_data_lacks(folder: Path) -> None:
     assert "nofile.onnx" in expect_error("evaluate", "nofile.onnx")
-    assert "No such file" in expect_error("evaluate", str(folder), "--bench", "none.json")
+    assert "none.json does not exist" in expect_error("evaluate", str(folder), "--bench", "none.json")
 
 
 def test_a_model_of_timm_without_its_prefix() -> None:
