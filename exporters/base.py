@@ -22,7 +22,7 @@ from vitcompress.io.text import describe_value
 from vitcompress.models.create import InputConfig
 
 # Whether a file takes uint8 images -> what its metadata state about the form of images.
-IMAGE_FORMS = {
+IMAGE_FORMS: dict[bool | None, dict[str, str]] = {
     False: {"input": "float32", "layout": "NCHW", "normalization": "by the caller"},
     True: {"input": "uint8", "layout": "NHWC", "normalization": "in front"},
 }
@@ -101,7 +101,7 @@ class Stored:
 class Contents:
     """The tensors of a file, which are read without running anything, one at a time.
 
-    size: bytes of the file and of its data files. uint8: whether it takes uint8 images.
+    size: bytes of the file and of its data files. uint8: whether it takes uint8 images; None if unknown.
     metadata: what the file states about its model, as JSON text; `precision` is that of the tensors, `opset` of ONNX.
     lists: names of node attributes with more numbers than any setting needs, in which weights could be hidden.
     """
@@ -110,7 +110,7 @@ class Contents:
     size: int
     metadata: Mapping[str, str]
     lists: tuple[str, ...] = ()
-    uint8: bool = False
+    uint8: bool | None = None
 
 
 @dataclass(frozen=True)

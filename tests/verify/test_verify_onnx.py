@@ -208,6 +208,15 @@ def test_a_graph_of_an_earlier_opset_is_read(tmp_path: Path) -> None:
     assert {"shapes", "layers"} == set(wrong(graph_checks(MODEL, tmp_path / "model.onnx", "onnx")))
 
 
+def test_the_form_of_images_is_compared_if_the_file_shows_it(exported: Path) -> None:
+    """Contents that an exporter of another package reads need not state it."""
+    contents = contents_of(exported)
+    assert contents is not None and contents.uint8 is False
+    assert metadata_check(exported, ORIGINAL, replace(contents, uint8=None)).verdict == "passed"
+    check = metadata_check(exported, ORIGINAL, replace(contents, uint8=True))
+    assert check.verdict == "failed" and "input is 'float32' in " in check.detail and "layout" in check.detail
+
+
 def test_a_file_of_another_plan_fails(exported: Path) -> None:
     assert metadata_check(exported, ORIGINAL, contents_of(exported)).verdict == "passed"
     check = metadata_check(exported, replace(ORIGINAL, plan=Plan("vit", {})), contents_of(exported))

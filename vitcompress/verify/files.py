@@ -85,7 +85,7 @@ def metadata_check(path: Path, original: PlannedOriginal, contents: Contents | N
         else:  # any names are accepted if their number is right
             classes = names if isinstance(names, list) and len(names) == count else f"{count} names"
         digest = unnamed.digest if values.get("plan_sha256") == unnamed.digest else plan.digest
-        form = IMAGE_FORMS[contents.uint8] if contents is not None and source == path.name else {}
+        form = IMAGE_FORMS.get(contents.uint8, {}) if contents is not None and source == path.name else {}
         for key, value in (*{**recorded, **expected, "classes": classes, "plan_sha256": digest}.items(), *form.items()):
             if values.get(key) != value:
                 problems.append(f"{key} is {values.get(key)!r:.60} in {source}, not {value!r:.60}")
