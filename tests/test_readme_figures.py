@@ -309,6 +309,17 @@ def test_the_advice_for_processors_with_vnni_alone() -> None:
                 known[f"{name}, {form} int8, batch {batch}"]["ratio"] for form in ("OpenVINO", "ONNX Runtime")
             )
             assert cell == f"{fast:.1f}" and fast > slow, (name, batch)
+    gains: dict[bool, list[float]] = {True: [], False: []}  # of pruned and of dense models
+    for what, figure in known.items():
+        if "OpenVINO int8" in what:
+            other = known[what.replace("OpenVINO", "ONNX Runtime")]
+            gains["dense" not in what].append(figure["ratio"] / other["ratio"])
+    pruned, dense = (f"{min(values):.2f} to {max(values):.2f} times" for values in gains.values())
+    text = " ".join(TEXTS["bench/results/README.md"].split())
+    assert f"pruned models are {pruned} as fast in OpenVINO as in ONNX Runtime, the dense models {dense}." in text
+    _, *widths = rows(TEXTS["bench/results/README.md"].split("### int8 with VNNI alone")[1].split("###")[0], "`")
+    kept = [cell.partition(" ")[0] for row in widths for cell in row[5:7]]  # shares of the MACs ratio
+    assert f"{min(kept)} to {max(kept)} with VNNI alone" in " ".join(TEXTS["README.md"].split())
 
 
 def test_accuracies_and_flips_of_int8() -> None:
